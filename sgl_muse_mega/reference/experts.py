@@ -58,7 +58,7 @@ class ExpertStack:
 
     def __init__(self, stored: Tensor | Nvfp4Experts, num: Numerics) -> None:
         self._stored = stored
-        self._scale_2 = num.value(stored.scale_2) if isinstance(stored, Nvfp4Experts) else None
+        self._scale_2: Tensor | None = num.value(stored.scale_2) if isinstance(stored, Nvfp4Experts) else None
         self._matrices: dict[int, Tensor] = {}
 
     @property
@@ -105,7 +105,7 @@ def f10_down(act: Tensor, down: ExpertStack, expert: int, num: Numerics) -> Tens
     y = linear(act, down.matrix(expert))
     if not down.quantised:
         return num.bf(y)
-    (scale,) = down.scales(expert)
+    scale = down.scales(expert)[0]
     if num.w4a16 == "marlin":
         return num.bf(num.bf(y) * num.bf(scale))
     return y * scale
