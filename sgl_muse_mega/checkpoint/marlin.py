@@ -18,7 +18,7 @@ in its upper half (d = 1). A lane's four words (wp = 0..3) are one 16-byte load 
 Block scales, bytes [K / 16, N]. Row kt holds the scales of k group kt; byte 64 nt + 8 g + p (p = 0..7) is the scale of
 n = 64 nt + g + 8 [0, 2, 1, 3, 4, 6, 5, 7][p]: eight consecutive bytes are one g for every (wp, m), in the order
 (0,0), (1,0), (0,1), (1,1), (2,0), (3,0), (2,1), (3,1). A byte is bits 14..7 of the fp16 value scale * 2^7: five
-exponent bits (bias 15), three mantissa bits, no sign. Every positive e4m3 value, subnormal or not, becomes a normal number.
+exponent bits (bias 15), three mantissa bits, no sign. Every positive e4m3 value, subnormals too, is normal.
 The tensor is typed float8_e4m3fn as in the server although its bytes are not e4m3.
 
 Global scale, bf16 [experts]: bf16(scale_2) * 2^119. The factor undoes the 2^7 of the block scales and the 2^-126 that
