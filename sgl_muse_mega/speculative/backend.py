@@ -1,0 +1,63 @@
+"""What the step loop needs from a pair of models, whatever runs them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBlock:
+    """The proposals for one step (specification section 7.3).
+
+    Row t proposes the token at position length + t + 1. `probabilities` must be the numbers that the walk sampled
+    from, in the same precision: acceptance divides by them.
+    """
+
+    tokens: Tensor  # int64 [W - 1]
+    candidates: Tensor  # int64 [W - 1, k], the ids that could have been proposed
+    probabilities: Tensor  # float32 [W - 1, k], q over the candidates; one-hot rows for a greedy walk
+
+
+class Backend(Protocol):
+    """One sequence at a time: a target with its KV cache and, if `has_draft`, a draft with its own.
+
+    Calls are synchronous: a result is complete when the call returns, so that the loop's times mean something.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_context(self) -> int:
+        """Number of positions; rows are only ever written at 0 .. max_context - 1."""
+
+    @property
+    def has_draft(self) -> bool: ...
+
+    @property
+    def width_limit(self) -> int:
+        """Most rows one `verify` takes."""
+
+    @property
+    def length(self) -> int:
+        """Committed rows, those whose KV is part of the sequence."""
+
+    def prefill(self, ids: Sequence[int]) -> Tensor:
+        """Start a sequence: target KV and draft context of all prompt rows; float32 logits [V] of the last row."""
+
+    def draft(self, anchor: int, width: int, temperature: float, uniforms: Sequence[float]) -> DraftBlock:
+        """Propose the width - 1 tokens after `anchor`, which sits at position `length`.
+
+        Temperature 0 walks greedily and gets no uniforms; otherwise `uniforms` holds width - 1 of them, one a slot.
+        """
+
+    def verify(self, tokens: Sequence[int]) -> Tensor:
+        """Float32 logits [T, V] for tokens[0] = anchor and the drafts, at positions length .. length + T - 1.
+
+        Their KV rows are written but not part of the sequence until `commit`.
+        """
+
+    def commit(self, rows: int) -> None:
+        """Make the first `rows` rows of the last verify part of the sequence and write their draft context."""
