@@ -63,8 +63,11 @@ def quantize(w: Tensor, parts: int = 1) -> Nvfp4Experts:
 def fake_quantize(w: Tensor, parts: int = 1) -> Tensor:
     """`dequantize(quantize(w, parts))` in float32 without packing or checks, for straight-through training."""
     scaled, block_scale, scale_2 = _scale(w, parts)
-    scaled = decode_e2m1(encode_e2m1(scaled), torch.float32) * block_scale.float()[..., None]
-    return (scaled * scale_2[..., None, None, None]).reshape(w.shape)
+    magnitude = scaled.abs()
+    spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    magnitude = (magnitude / spacing).round_().mul_(spacing).clamp_(max=_E2M1_MAX)  # even multiples have even codes
+    unscaled = torch.copysign(magnitude, scaled).mul_(block_scale.float()[..., None])
+    return unscaled.mul_(scale_2[..., None, None, None]).reshape(w.shape)
 
 
 def dequantize_codes(codes: Tensor, block_scale: Tensor) -> Tensor:
@@ -118,7 +121,7 @@ def _scale(w: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor]:
     block_amax = blocks.abs().amax(dim=-1)
     scale_2 = block_amax.amax(dim=(-2, -1)) / (_E2M1_MAX * _E4M3_MAX)
     ratio = block_amax / (_E2M1_MAX * scale_2[..., None, None])
-    # 0 / 0 where a whole part is zero; the clamp catches a quotient just above 448 when scale_2 is subnormal.
+    # 0 / 0 where a whole part is zero; above 448 where scale_2 is subnormal, which not every PyTorch saturates.
     ratio = torch.where(block_amax == 0, 0.0, ratio).clamp(max=_E4M3_MAX)
     block_scale = ratio.to(torch.float8_e4m3fn)
     unit = block_scale.float() * scale_2[..., None, None]

@@ -128,6 +128,21 @@ def test_product_of_code_and_block_scale_is_exact_in_bf16(seed):
     assert torch.equal(found.double(), exact)
 
 
+def test_fake_quantize_rounds_ties_like_the_codes():
+    ties = [
+        s * v for s in (1.0, -1.0) for v in (0.0, 0.2, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 5.5, 6.0, 0.3, 2.0, 4.0)
+    ]
+    w = torch.tensor([*ties, 0.1, -0.1, 448 * 6.0, 1.0] + [0.0] * 16).reshape(1, 48)
+    w = torch.cat(
+        (w[:, :14], w[:, 10:12], w[:, 14:28], w[:, 10:12], w[:, 30:46]), dim=1
+    )  # amax 6 in the first two blocks
+    experts = nvfp4.quantize(w)
+    assert experts.scale_2.item() == 1.0
+    assert experts.block_scale.float()[0, :2].tolist() == [1.0, 1.0]
+    assert torch.equal(nvfp4.fake_quantize(w), nvfp4.dequantize(experts))
+    assert torch.equal(torch.signbit(nvfp4.fake_quantize(w)), torch.signbit(nvfp4.dequantize(experts)))
+
+
 def test_dequantize_applies_each_part_its_own_scale():
     codes = torch.full((2, 4, 8), 0x22, dtype=torch.uint8)
     scales = torch.ones(2, 4, 1).to(torch.float8_e4m3fn)
