@@ -129,13 +129,8 @@ def test_product_of_code_and_block_scale_is_exact_in_bf16(seed):
 
 
 def test_fake_quantize_rounds_ties_like_the_codes():
-    ties = [
-        s * v for s in (1.0, -1.0) for v in (0.0, 0.2, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 5.5, 6.0, 0.3, 2.0, 4.0)
-    ]
-    w = torch.tensor([*ties, 0.1, -0.1, 448 * 6.0, 1.0] + [0.0] * 16).reshape(1, 48)
-    w = torch.cat(
-        (w[:, :14], w[:, 10:12], w[:, 14:28], w[:, 10:12], w[:, 30:46]), dim=1
-    )  # amax 6 in the first two blocks
+    block = [0.0, 0.2, 0.25, 0.3, 0.75, 1.25, 1.75, 2.0, 2.5, 3.5, 3.6, 4.0, 5.0, 5.1, 5.5, 6.0]
+    w = torch.tensor([*block, *(-v for v in block), *[6 * 448.0] * 16])[None]  # the last block makes scale_2 one
     experts = nvfp4.quantize(w)
     assert experts.scale_2.item() == 1.0
     assert experts.block_scale.float()[0, :2].tolist() == [1.0, 1.0]
