@@ -50,7 +50,9 @@ def held_out(seed: int) -> tuple[list[Problem], list[Problem]]:
     )
 
 
-def batches(tokenizer: Tokenizer, seed: int, first: int, batch: int, device: torch.device) -> Generator[Examples, None, None]:
+def batches(
+    tokenizer: Tokenizer, seed: int, first: int, batch: int, device: torch.device
+) -> Generator[Examples, None, None]:
     """An endless stream of training batches, none of them with a held-out question; chunk numbers start at `first`."""
     workers = max(1, (os.cpu_count() or 2) - 2)
     context = multiprocessing.get_context("spawn")
