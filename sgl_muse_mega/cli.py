@@ -1,0 +1,137 @@
+"""The command line: options and exit codes. What the commands do is in `commands`."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sgl_muse_mega.errors import UserError
+
+if TYPE_CHECKING:
+    from sgl_muse_mega.commands.pair import PairOptions
+
+# torch takes seconds to import, so the commands are imported when one is run: --help is immediate.
+
+BAD_INPUT = 2
+
+app = typer.Typer(
+    help="Muse Spark Open with its DFlash2 draft: generate, evaluate, and look at this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[Path | None, typer.Option("--model", help="Target folder.", show_default="bundled tiny target")]
+Draft = Annotated[Path | None, typer.Option("--draft", help="Draft folder.", show_default="bundled tiny draft")]
+NoDraft = Annotated[bool, typer.Option("--no-draft", help="Decode one token a step, through the same verify.")]
+Backend = Annotated[str, typer.Option("--backend", help="What runs the models: auto or reference.")]
+KVCacheDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="Target's KV cache: bf16 or fp8.")]
+Width = Annotated[
+    int | None,
+    typer.Option("--width", help="Verify width: rows a step, one more than drafts.", show_default="8, 1 without draft"),
+]
+Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Nucleus mass, above 0; 1 is off.")]
+TopK = Annotated[int, typer.Option("--top-k", help="Most likely ids to keep; 0 is off.")]
+MinP = Annotated[float, typer.Option("--min-p", help="Least probability relative to the largest; 0 is off.")]
+Seed = Annotated[int, typer.Option("--seed", help="Same seed, same text.")]
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue.", show_default=False)] = None,
+    prompt_file: Annotated[Path | None, typer.Option("--prompt-file", help="UTF-8 file with the prompt.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Take the prompt as it is, without the chat template.")] = False,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Longest output.")] = 256,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind stop tokens.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: text, ids, stats.")] = False,
+    model: Model = None,
+    draft: Draft = None,
+    no_draft: NoDraft = False,
+    width: Width = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    backend: Backend = "auto",
+    kv_cache_dtype: KVCacheDtype = "bf16",
+) -> None:
+    """Continue a prompt and stream the text; the last line tells tokens, steps, accept length and speed."""
+    from sgl_muse_mega.commands import generate as command
+    from sgl_muse_mega.speculative.sampling import SamplingParams
+
+    code = command.run(
+        prompt,
+        prompt_file,
+        _pair_options(model, draft, no_draft, backend, kv_cache_dtype, width),
+        SamplingParams(temperature, top_p, top_k, min_p, seed),
+        max_new_tokens=max_new_tokens,
+        raw=raw,
+        ignore_eos=ignore_eos,
+        as_json=as_json,
+    )
+    raise typer.Exit(code)
+
+
+@app.command(name="eval")
+def evaluate(
+    file: Annotated[Path | None, typer.Argument(help="Problems in GSM8K's form.", show_default="bundled")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", help="Only the first N.", show_default="all")] = None,
+    save: Annotated[bool, typer.Option("--save", help="Write the results and the named figures.")] = False,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Longest output of a problem.")] = 512,
+    model: Model = None,
+    draft: Draft = None,
+    no_draft: NoDraft = False,
+    width: Width = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the first problem; the others count up.")] = 0,
+    backend: Backend = "auto",
+    kv_cache_dtype: KVCacheDtype = "bf16",
+) -> None:
+    """Measure exact answers and accept length on JSON lines with "question" and "answer"."""
+    from sgl_muse_mega.commands import evaluate as command
+    from sgl_muse_mega.speculative.sampling import SamplingParams
+
+    code = command.run(
+        file,
+        _pair_options(model, draft, no_draft, backend, kv_cache_dtype, width),
+        SamplingParams(temperature, top_p, top_k, min_p, seed),
+        limit=limit,
+        max_new_tokens=max_new_tokens,
+        save=save,
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
+def doctor() -> None:
+    """Tell what this machine has for building and running the kernels, one line each."""
+    from sgl_muse_mega.commands import doctor as command
+
+    raise typer.Exit(command.run())
+
+
+def main() -> None:
+    """Entry point. Exit codes: 0; 2 for input that cannot be served, with one sentence on stderr; 130 after Ctrl-C."""
+    try:
+        app(prog_name="sgl-muse-mega")
+    except UserError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(BAD_INPUT)
+
+
+def _pair_options(
+    model: Path | None, draft: Path | None, no_draft: bool, backend: str, kv_cache_dtype: str, width: int | None
+) -> "PairOptions":
+    from sgl_muse_mega.commands.pair import PairOptions
+
+    return PairOptions(model, draft, no_draft, backend, kv_cache_dtype, width)
+
+
+if __name__ == "__main__":
+    main()

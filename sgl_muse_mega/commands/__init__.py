@@ -1,0 +1,1 @@
+"""What the command line does, one module per command; `cli` declares the options."""

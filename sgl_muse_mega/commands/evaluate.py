@@ -1,0 +1,203 @@
+"""`sgl-muse-mega eval`: exact answers and accept length on problems in GSM8K's form.
+
+An answer is right when the number behind the last "####" of the output (or its last number, without that mark) equals
+the expected one. Accept length is reported three ways. With C the tokens of a request and V its verify steps:
+
+- per request: the mean over requests of C / V;
+- token-weighted: the mean of C / V over tokens, sum(C * C / V) / sum(C), in which long outputs count more;
+- pooled: sum(C) / sum(V), the tokens an average step gives; this one turns steps per second into tokens per second.
+
+C leaves out the first token, which the prefill gives; requests that ended with it took no step and are not averaged.
+Published cards count that token, so the same three averages are also given with it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from sgl_muse_mega import results
+from sgl_muse_mega.checkpoint import tiny
+from sgl_muse_mega.commands.generate import INTERRUPTED, stats_object
+from sgl_muse_mega.commands.pair import DEFAULT_WIDTH, Pair, PairOptions
+from sgl_muse_mega.commands.problems import Problem, final_number, read_problems
+from sgl_muse_mega.speculative.backend import Backend
+from sgl_muse_mega.speculative.generate import Stats, generate
+from sgl_muse_mega.speculative.philox import SEED_LIMIT
+from sgl_muse_mega.speculative.sampling import SamplingParams
+
+AVERAGES = ("per request", "token-weighted", "pooled")
+
+
+def run(
+    file: Path | None,
+    options: PairOptions,
+    params: SamplingParams,
+    *,
+    limit: int | None,
+    max_new_tokens: int,
+    save: bool,
+) -> int:
+    """Evaluate, print, save if asked, and return the exit code: 0, or 130 after Ctrl-C, when nothing is saved.
+
+    Raises UserError for input that cannot be served, before the first request.
+    """
+    pair = Pair(options)
+    path = file or tiny.problems_path()
+    problems = read_problems(path, limit)
+    prompts = [pair.text.encode(problem.question, raw=False) for problem in problems]
+    for problem, ids in zip(problems, prompts, strict=True):
+        pair.check_prompt(ids, f"The question in line {problem.line} of {path}")
+    backend = pair.backend(max(map(len, prompts)), max_new_tokens)
+
+    rows: list[dict[str, Any]] = []
+    done: list[Stats] = []
+    interrupted = False
+    with _progress() as progress:
+        task = progress.add_task("", total=len(problems))
+        try:
+            for index, (problem, ids) in enumerate(zip(problems, prompts, strict=True)):
+                request = replace(params, seed=(params.seed + index) % SEED_LIMIT)
+                row, stats = _answer(pair, backend, problem, ids, request, max_new_tokens)
+                rows.append(row)
+                done.append(stats)
+                right, pooled = sum(row["right"] for row in rows), averages(done)["pooled"]
+                progress.update(task, advance=1, description=f"{right} right, accept length {pooled:.2f}")
+        except KeyboardInterrupt:
+            interrupted = True
+
+    console = Console(soft_wrap=True, highlight=False)
+    if not rows:
+        console.print("Interrupted before the first answer.")
+        return INTERRUPTED
+    summary = summarise(rows, done)
+    print_summary(console, summary, len(problems))
+    if interrupted:
+        console.print("Interrupted" + ("; nothing was saved." if save else "."))
+        return INTERRUPTED
+    if save:
+        inputs = _inputs(pair, path, params, limit, max_new_tokens)
+        standard = pair.bundled and file is None and pair.width == DEFAULT_WIDTH and params.greedy
+        figures = _figures(summary) if standard and pair.kv_cache_dtype == "bf16" else {}
+        content = {"inputs": inputs, "summary": summary, "rows": rows}
+        written = results.save("eval", results.environment(None), content, figures)
+        console.print(f"Saved {written}.")
+        if not figures:
+            console.print("No named figures: those are for the bundled pair and problems, greedy, width 8, bf16 cache.")
+    return 0
+
+
+def averages(done: Sequence[Stats], first_token: bool = False) -> dict[str, float]:
+    """Accept length over requests in the three ways of the module's description; 0 where no request took a step.
+
+    `first_token` counts the token of the prefill, as published cards do.
+    """
+    counts = [(stats.completion_tokens - (0 if first_token else 1), stats.steps) for stats in done if stats.steps]
+    if not counts:
+        return dict.fromkeys(AVERAGES, 0.0)
+    tokens, steps = (sum(column) for column in zip(*counts, strict=True))
+    values = (sum(c / v for c, v in counts) / len(counts), sum(c * c / v for c, v in counts) / tokens, tokens / steps)
+    return dict(zip(AVERAGES, values, strict=True))
+
+
+def summarise(rows: Sequence[dict[str, Any]], done: Sequence[Stats]) -> dict[str, Any]:
+    """Everything the run prints, from its rows and statistics."""
+
+    def total(value: Callable[[Stats], float]) -> float:
+        return sum(map(value, done))
+
+    step_seconds = total(lambda stats: stats.step_seconds)
+    step_tokens = total(lambda stats: stats.completion_tokens - 1)
+    return {
+        "problems": len(rows),
+        "right": sum(row["right"] for row in rows),
+        "answers": sum(row["right"] for row in rows) / len(rows),
+        "completion_tokens": total(lambda stats: stats.completion_tokens),
+        "steps": total(lambda stats: stats.steps),
+        "accept_length": averages(done),
+        "accept_length_with_first_token": averages(done, first_token=True),
+        "tokens_per_second": step_tokens / step_seconds if step_seconds else 0.0,
+        "prefill_seconds": total(lambda stats: stats.prefill_seconds),
+        "draft_seconds": total(lambda stats: stats.draft_seconds),
+        "verify_seconds": total(lambda stats: stats.verify_seconds),
+        "host_seconds": total(lambda stats: stats.host_seconds),
+    }
+
+
+def print_summary(console: Console, summary: dict[str, Any], asked: int) -> None:
+    """The answers, a table of the accept lengths, and the speed."""
+    unfinished = f" of {asked} asked for" if summary["problems"] < asked else ""
+    console.print(f"{summary['right']} of {summary['problems']} answers right ({summary['answers']:.1%}){unfinished}")
+    table = Table("accept length", *AVERAGES, box=None, pad_edge=False)
+    for label, name in (("tokens / verify step", ""), ("published, first token counted", "_with_first_token")):
+        table.add_row(label, *(f"{value:.2f}" for value in summary[f"accept_length{name}"].values()))
+    console.print(table)
+    parts = [f"{summary['completion_tokens']} tokens, {summary['steps']} steps"]
+    parts.append(f"{summary['tokens_per_second']:.1f} tokens/s in steps")
+    parts.extend(f"{name} {summary[f'{name}_seconds']:.1f} s" for name in ("prefill", "draft", "verify", "host"))
+    console.print(", ".join(parts))
+
+
+def _answer(
+    pair: Pair, backend: Backend, problem: Problem, ids: list[int], params: SamplingParams, max_new_tokens: int
+) -> tuple[dict[str, Any], Stats]:
+    generation = generate(
+        backend,
+        ids,
+        params,
+        width=pair.width,
+        max_new_tokens=max_new_tokens,
+        stop_ids=pair.config.eos_token_ids,
+    )
+    for _ in generation:
+        pass
+    text = pair.text.decode(generation.tokens)
+    answer = final_number(text)
+    row = {
+        "line": problem.line,
+        "expected": str(problem.expected),
+        "answer": None if answer is None else str(answer),
+        "right": answer == problem.expected,
+        "finish_reason": generation.stats.finish_reason,
+        "seed": params.seed,
+        "text": text,
+        **stats_object(generation.stats),
+    }
+    return row, generation.stats
+
+
+def _figures(summary: dict[str, Any]) -> dict[str, results.Figure]:
+    """The named figures: the share of right answers and the pooled accept length, each one value over all problems."""
+    n = summary["problems"]
+    return {
+        "eval.answers": results.Figure.of([summary["answers"]], "fraction", n),
+        "eval.accept_length": results.Figure.of([summary["accept_length"]["pooled"]], "tokens per step", n),
+    }
+
+
+def _inputs(pair: Pair, path: Path, params: SamplingParams, limit: int | None, max_new_tokens: int) -> dict[str, Any]:
+    bundled = pair.bundled
+    return {
+        "target": "bundled" if bundled else str(pair.directory),
+        "draft": None if pair.draft_directory is None else "bundled" if bundled else str(pair.draft_directory),
+        "problems": "bundled" if path == tiny.problems_path() else str(path),
+        "limit": limit,
+        "width": pair.width,
+        "max_new_tokens": max_new_tokens,
+        "kv_cache_dtype": pair.kv_cache_dtype,
+        "backend": "reference",
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "seed": params.seed,
+    }
+
+
+def _progress() -> Progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)

@@ -1,0 +1,88 @@
+"""Opens a target and its draft for the commands that run them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgl_muse_mega.checkpoint import tiny
+from sgl_muse_mega.checkpoint.draft import load_draft
+from sgl_muse_mega.checkpoint.target import load_target
+from sgl_muse_mega.commands.text import Text
+from sgl_muse_mega.config import DraftConfig, TargetConfig, check_pair, load_draft_config, load_target_config
+from sgl_muse_mega.errors import UserError
+from sgl_muse_mega.reference.backend import KV_DTYPES, MAX_ROWS, ReferenceBackend
+
+DEFAULT_WIDTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PairOptions:
+    """Which models to run and how, as given on the command line."""
+
+    model: Path | None  # None is the bundled tiny target
+    draft: Path | None  # None is the bundled tiny draft, which only fits the bundled target
+    no_draft: bool
+    backend: str
+    kv_cache_dtype: str
+    width: int | None  # verify width; None is 8, or 1 without a draft
+
+
+class Pair:
+    """A target folder, a draft folder unless decoding is plain, and the verify width; weights are read by `backend`."""
+
+    def __init__(self, options: PairOptions) -> None:
+        """Read and check configurations and tokenizer. Raises UserError for anything that cannot be run."""
+        if options.backend not in ("auto", "reference"):
+            raise UserError(f"There is no backend {options.backend!r} yet; use 'reference' or leave it out.")
+        if options.kv_cache_dtype not in KV_DTYPES:
+            raise UserError(f"There is no KV cache type {options.kv_cache_dtype!r}; use {' or '.join(KV_DTYPES)}.")
+        if options.draft and options.no_draft:
+            raise UserError("Both --draft and --no-draft are given; leave one of them out.")
+        self.kv_cache_dtype = options.kv_cache_dtype
+        self.width = options.width if options.width is not None else (1 if options.no_draft else DEFAULT_WIDTH)
+        if not 1 <= self.width <= MAX_ROWS:
+            raise UserError(f"The verify width must be between 1 and {MAX_ROWS}, found {self.width}; change --width.")
+        if self.width > 1 and options.no_draft:
+            raise UserError(f"Verify width {self.width} needs a draft; leave out --no-draft or use --width 1.")
+        self.bundled = options.model is None and options.draft is None
+        self.directory = options.model or tiny.target_directory()
+        self.draft_directory = self._draft_directory(options) if self.width > 1 else None
+        self.config: TargetConfig = load_target_config(self.directory)
+        self.draft_config: DraftConfig | None = None
+        if self.draft_directory is not None:
+            self.draft_config = load_draft_config(self.draft_directory)
+            check_pair(self.config, self.draft_config)
+        self.text = Text(self.directory)
+
+    def check_prompt(self, ids: list[int], name: str = "The prompt") -> None:
+        """Raise UserError unless a prompt fits the vocabulary and leaves room for a new token in the context."""
+        if max(ids) >= self.config.vocab_size:
+            raise UserError(
+                f"{name} has the token id {max(ids)}, but the target knows only ids below {self.config.vocab_size}; "
+                "use the tokenizer that belongs to the target."
+            )
+        limit = self.config.max_position_embeddings
+        if len(ids) >= limit:
+            raise UserError(f"{name} has {len(ids)} tokens, but the context holds {limit} with the answer; shorten it.")
+
+    def backend(self, prompt_tokens: int, max_new_tokens: int) -> ReferenceBackend:
+        """Read the weights and make room for prompts of `prompt_tokens` and outputs of `max_new_tokens`."""
+        draft_weights = None
+        if self.draft_directory is not None and self.draft_config is not None:
+            draft_weights = load_draft(self.draft_directory, self.draft_config)
+        return ReferenceBackend(
+            self.config,
+            load_target(self.directory, self.config),
+            self.draft_config,
+            draft_weights,
+            # one width more than is needed, so that the last steps are as wide as all others
+            max_context=prompt_tokens + max_new_tokens + self.width,
+            kv_dtype=self.kv_cache_dtype,
+        )
+
+    @staticmethod
+    def _draft_directory(options: PairOptions) -> Path:
+        if options.draft is not None:
+            return options.draft
+        if options.model is not None:
+            raise UserError(f"No draft is given for {options.model}; add --draft DIR, or --no-draft.")
+        return tiny.draft_directory()
