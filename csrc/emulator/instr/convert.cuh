@@ -1,0 +1,47 @@
+// Emulated twin of csrc/instr/convert.cuh.
+#pragma once
+#include <cmath>
+#include <limits>
+
+#include "core.cuh"
+
+DEVICE uint32_t float_bits(float value) { return std::bit_cast<uint32_t>(value); }
+DEVICE float bits_float(uint32_t bits) { return std::bit_cast<float>(bits); }
+DEVICE float bf16_to_float(uint32_t bits) { return bits_float(bits << 16); }
+DEVICE uint16_t float_to_bf16(float value) {
+    const uint32_t bits = float_bits(value);
+    if (std::isnan(value)) return static_cast<uint16_t>(0x7fff);
+    return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+DEVICE uint32_t pack_bf16x2(float low, float high) {
+    return float_to_bf16(low) | static_cast<uint32_t>(float_to_bf16(high)) << 16;
+}
+DEVICE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+    return pack_bf16x2(bf16_to_float(a & 0xffffu) * bf16_to_float(b & 0xffffu),
+                       bf16_to_float(a >> 16) * bf16_to_float(b >> 16));
+}
+DEVICE float e4m3_to_float(uint32_t byte) {
+    const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+    float value = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
+                                : std::ldexp(1.f + static_cast<float>(mantissa) / 8.f, exponent - 7);
+    if (exponent == 15 && mantissa == 7) value = std::numeric_limits<float>::quiet_NaN();
+    return byte & 0x80u ? -value : value;
+}
+DEVICE uint32_t e4m3x2_to_bf16x2(uint32_t bytes) {
+    return pack_bf16x2(e4m3_to_float(bytes & 0xffu), e4m3_to_float(bytes >> 8 & 0xffu));
+}
+DEVICE uint8_t float_to_e4m3(float value) {
+    const uint8_t sign = std::signbit(value) ? 0x80 : 0;
+    if (std::isnan(value)) return static_cast<uint8_t>(sign | 0x7f);
+    const float magnitude = std::fmin(std::fabs(value), 448.f);
+    const int exponent = magnitude < std::ldexp(1.f, -6) ? -6 : std::ilogb(magnitude);
+    const float steps =
+        std::nearbyint(std::ldexp(magnitude, 3 - exponent));  // mantissa with its hidden bit; ties to even
+    const int code = static_cast<int>(steps) + (exponent + 6) * 8;
+    return static_cast<uint8_t>(sign | code);
+}
+DEVICE float reciprocal_root(float value) { return 1.f / std::sqrt(value); }
+DEVICE float exponential(float value) { return std::exp(value); }
+DEVICE float exponential_base2(float value) { return std::exp2(value); }
+DEVICE float hyperbolic_tangent(float value) { return std::tanh(value); }
+DEVICE float infinity() { return std::numeric_limits<float>::infinity(); }

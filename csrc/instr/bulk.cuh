@@ -1,0 +1,22 @@
+// Bulk copies from global to shared memory; addresses and sizes are multiples of 16 bytes.
+#pragma once
+#include "core.cuh"
+
+enum class Keep { first_out, last_out };  // L2 eviction priority: streamed weights go first, activations stay
+
+DEVICE uint64_t eviction_policy(Keep keep) {
+    uint64_t policy;
+    if (keep == Keep::first_out) {
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    } else {
+        asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    }
+    return policy;
+}
+DEVICE void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier, uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(shared_address(destination)),
+        "l"(source), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+        : "memory");
+}

@@ -1,0 +1,36 @@
+// Number formats and the few transcendental functions; bf16 travels as uint16_t, pairs as uint32_t (low half first).
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
+#include "core.cuh"
+
+DEVICE uint32_t float_bits(float value) { return __float_as_uint(value); }
+DEVICE float bits_float(uint32_t bits) { return __uint_as_float(bits); }
+DEVICE float bf16_to_float(uint32_t bits) { return bits_float(bits << 16); }
+DEVICE uint16_t float_to_bf16(float value) { return __bfloat16_as_ushort(__float2bfloat16_rn(value)); }
+DEVICE uint32_t pack_bf16x2(float low, float high) {
+    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<uint32_t*>(&pair);
+}
+DEVICE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t out;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+// Two e4m3 bytes (low byte first) to two bf16; exact.
+DEVICE uint32_t e4m3x2_to_bf16x2(uint32_t bytes) {
+    uint32_t half2;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(half2) : "h"(static_cast<uint16_t>(bytes)));
+    float2 pair = __half22float2(*reinterpret_cast<__half2*>(&half2));
+    return pack_bf16x2(pair.x, pair.y);
+}
+// Round to nearest even, clamped to +-448.
+DEVICE uint8_t float_to_e4m3(float value) {
+    return static_cast<uint8_t>(__nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3));
+}
+DEVICE float reciprocal_root(float value) { return rsqrtf(value); }
+DEVICE float exponential(float value) { return expf(value); }
+DEVICE float exponential_base2(float value) { return exp2f(value); }
+DEVICE float hyperbolic_tangent(float value) { return tanhf(value); }
+DEVICE float infinity() { return __int_as_float(0x7f800000); }

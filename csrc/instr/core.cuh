@@ -1,0 +1,36 @@
+// Who am I, warp and named barriers, and the CTA's shared memory as an offset space.
+// Everything a phase needs from the machine comes from the headers of this folder; csrc/emulator/instr holds the same
+// names with bodies for the host compiler, so a phase never contains inline PTX.
+#pragma once
+#include <cstdint>
+
+#define DEVICE __device__ __forceinline__
+#define KERNEL(name, parameter_type, threads) \
+    extern "C" __global__ void __launch_bounds__(threads, 1) name(const __grid_constant__ parameter_type p)
+
+extern __shared__ __align__(1024) unsigned char shared_memory[];
+
+constexpr int WARP = 32;
+
+DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
+DEVICE int lane_index() { return static_cast<int>(threadIdx.x) % WARP; }
+DEVICE int warp_index() { return static_cast<int>(threadIdx.x) / WARP; }
+DEVICE int cta_index() { return static_cast<int>(blockIdx.x); }
+
+DEVICE int population_count(uint32_t bits) { return __popc(bits); }
+
+DEVICE void warp_sync() { __syncwarp(); }
+DEVICE void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// Offsets are bytes from the start of the CTA's dynamic shared memory; T must be aligned at the offset.
+template <typename T>
+DEVICE T shared_load(uint32_t offset) {
+    return *reinterpret_cast<const T*>(shared_memory + offset);
+}
+template <typename T>
+DEVICE void shared_store(uint32_t offset, T value) {
+    *reinterpret_cast<T*>(shared_memory + offset) = value;
+}
+DEVICE uint32_t shared_address(uint32_t offset) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) + offset;
+}

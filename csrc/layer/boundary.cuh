@@ -1,0 +1,115 @@
+// The row operations between the half layers, and those at both ends of the model.
+#pragma once
+#include "exchange.cuh"
+
+namespace boundary {
+
+// E1 and A1 of layer 0: embedding row, norm, stream; then the first layer's input norm.
+DEVICE void embed_row(const Params& p, int row) {
+    using Columns = RowColumns<cfg::HIDDEN>;
+    const uint16_t* source = p.embedding + global_load(p.token_ids + row) * cfg::HIDDEN;
+    float4 s[Columns::GROUPS] = {};
+    float squares = 0.f;
+    for_columns<cfg::HIDDEN>([&](int i, int column) {
+        s[i] = load_bf16x4(source + column);
+        squares += square_sum(s[i]);
+    });
+    const float scale = reciprocal_root(row_sum(squares, 0) / cfg::HIDDEN + cfg::RMS_EPS);
+    squares = 0.f;
+    for_columns<cfg::HIDDEN>([&](int i, int column) {
+        s[i] = round_bf16(times(s[i], scale));
+        global_store(reinterpret_cast<float4*>(p.stream + row * cfg::HIDDEN + column), s[i]);
+        squares += square_sum(s[i]);
+    });
+    const float next = reciprocal_root(row_sum(squares, 1) / cfg::HIDDEN + cfg::RMS_EPS);
+    for_columns<cfg::HIDDEN>([&](int i, int column) {
+        store_bf16x4(p.next_input + row * cfg::HIDDEN + column,
+                     times(times(s[i], next), centred_gamma(p.next_norm + column)));
+    });
+}
+
+// A9, A10, F1: attention branch into the stream, and the norm before the experts.
+DEVICE void after_attention_row(const Params& p, int row) {
+    using Columns = RowColumns<cfg::HIDDEN>;
+    float4 s[Columns::GROUPS] = {}, z[Columns::GROUPS] = {};
+    float squares = 0.f;
+    for_columns<cfg::HIDDEN>([&](int i, int column) {
+        z[i] = Exchange::attention_branch(p, row, column);
+        s[i] = load_f32x4(p.stream + row * cfg::HIDDEN + column);
+        squares += square_sum(z[i]);
+    });
+    const float scale = reciprocal_root(row_sum(squares, 0) / cfg::HIDDEN + cfg::POST_EPS);
+    squares = 0.f;
+    for_columns<cfg::HIDDEN>([&](int i, int column) {
+        const float4 n = round_bf16(times(z[i], scale));
+        s[i] = gated_residual(p.attention_alpha + column, p.attention_beta + column, s[i], n);
+        global_store(reinterpret_cast<float4*>(p.stream + row * cfg::HIDDEN + column), s[i]);
+        squares += square_sum(s[i]);
+    });
+    const float next = reciprocal_root(row_sum(squares, 1) / cfg::HIDDEN + cfg::RMS_EPS);
+    for_columns<cfg::HIDDEN>([&](int i, int column) {
+        store_bf16x4(p.router_input + row * cfg::HIDDEN + column,
+                     times(times(s[i], next), centred_gamma(p.pre_feedforward_norm + column)));
+    });
+}
+
+// F15, F16, tap, next A1: expert branch into the stream, and the next layer's input norm.
+DEVICE void after_experts_row(const Params& p, int row) {
+    using Columns = RowColumns<cfg::HIDDEN>;
+    float4 s[Columns::GROUPS] = {}, z[Columns::GROUPS] = {};
+    float squares = 0.f;
+    for_columns<cfg::HIDDEN>([&](int i, int column) {
+        const float4 branch = Exchange::expert_branch(p, row, column);
+        z[i] = round_bf16(times(branch, centred_gamma(p.post_feedforward_norm + column)));
+        s[i] = load_f32x4(p.stream + row * cfg::HIDDEN + column);
+        squares += square_sum(z[i]);
+    });
+    const float scale = reciprocal_root(row_sum(squares, 0) / cfg::HIDDEN + cfg::POST_EPS);
+    squares = 0.f;
+    for_columns<cfg::HIDDEN>([&](int i, int column) {
+        const float4 n = round_bf16(times(z[i], scale));
+        s[i] = gated_residual(p.feedforward_alpha + column, p.feedforward_beta + column, s[i], n);
+        global_store(reinterpret_cast<float4*>(p.stream + row * cfg::HIDDEN + column), s[i]);
+        if (p.tap != nullptr) store_bf16x4(p.tap + row * p.tap_stride + column, s[i]);
+        squares += square_sum(s[i]);
+    });
+    const float next = reciprocal_root(row_sum(squares, 1) / cfg::HIDDEN + cfg::RMS_EPS);
+    if (p.has_next == 0) return;
+    for_columns<cfg::HIDDEN>([&](int i, int column) {
+        store_bf16x4(p.next_input + row * cfg::HIDDEN + column,
+                     times(times(s[i], next), centred_gamma(p.next_norm + column)));
+    });
+}
+
+// O1: final norm with an absolute gamma.
+DEVICE void final_norm_row(const Params& p, int row) {
+    using Columns = RowColumns<cfg::HIDDEN>;
+    float4 s[Columns::GROUPS] = {};
+    float squares = 0.f;
+    for_columns<cfg::HIDDEN>([&](int i, int column) {
+        s[i] = load_f32x4(p.stream + row * cfg::HIDDEN + column);
+        squares += square_sum(s[i]);
+    });
+    const float scale = reciprocal_root(row_sum(squares, 0) / cfg::HIDDEN + cfg::RMS_EPS);
+    for_columns<cfg::HIDDEN>([&](int i, int column) {
+        store_bf16x4(p.next_input + row * cfg::HIDDEN + column,
+                     times(times(s[i], scale), load_bf16x4(p.next_norm + column)));
+    });
+}
+
+// Runs `row_operation` for the rows this CTA owns. Every row of the capacity arrives, so that the counter's growth does
+// not depend on the number of rows. `ready` returns when the rows' inputs are there; CTAs without a row do not wait.
+template <class Ready, class RowOperation>
+DEVICE void for_owned_rows(const Params& p, protocol::Counter counter, Ready ready, RowOperation row_operation,
+                           int shift = 0) {
+    bool waited = false;
+    for (int row = 0; row < cfg::ROW_CAP; ++row) {
+        if (!owns_row(row, shift)) continue;
+        if (!waited) ready();
+        waited = true;
+        if (row < p.rows) row_operation(row);
+        arrive_math(p, counter);
+    }
+}
+
+}  // namespace boundary

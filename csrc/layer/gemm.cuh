@@ -1,0 +1,163 @@
+// Math side of the dense products: weights are the 16-row operand, token rows the 8 columns.
+// The same tiles, the same split of K and the same order of sums for any number of rows: column n of an mma depends on
+// column n of its operand alone, so a row's bits do not depend on the other rows.
+#pragma once
+#include "instr/convert.cuh"
+#include "instr/mma.cuh"
+#include "ring.cuh"
+#include "schedule.cuh"
+
+constexpr int COLUMN_TILES = cfg::ROW_CAP / 8;          // n8 tiles that hold all rows
+constexpr int BLOCK_TILES = BLOCK_ROWS / 16;            // warps side by side on a block of 64 weight rows
+constexpr int K_PARTS = cfg::MATH_WARPS / BLOCK_TILES;  // warps behind each other on a chunk's inputs
+constexpr int REDUCE_STRIDE = cfg::ROW_CAP + 1;         // floats; odd, against bank conflicts
+
+DEVICE uint32_t reduce_at(int row, int column) { return cfg::REDUCE_AT + (row * REDUCE_STRIDE + column) * 4; }
+
+template <int NT>
+DEVICE void clear(float (&acc)[NT][4]) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.f;
+}
+
+// Leaves a 16 x 8 NT tile of sums in the reduction buffer, from buffer row `row0` on.
+template <int NT>
+DEVICE void park(const float (&acc)[NT][4], int row0) {
+    const int g = lane_index() / 4, t = lane_index() % 4;
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        const int column = n * 8 + 2 * t;
+        shared_store(reduce_at(row0 + g, column), acc[n][0]);
+        shared_store(reduce_at(row0 + g, column + 1), acc[n][1]);
+        shared_store(reduce_at(row0 + g + 8, column), acc[n][2]);
+        shared_store(reduce_at(row0 + g + 8, column + 1), acc[n][3]);
+    }
+}
+
+// Inputs are taken 32 at a time and dealt to the mma's slots so that a lane's share of a row, weights and tokens alike,
+// is 16 contiguous bytes: lane t has inputs 8t .. 8t+7.
+template <int NT>
+DEVICE void multiply_32(float (&acc)[NT][4], const uint4& low, const uint4& high, const uint4 (&x)[NT]) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        mma_bf16(acc[n], low.x, high.x, low.y, high.y, x[n].x, x[n].y);
+        mma_bf16(acc[n], low.z, high.z, low.w, high.w, x[n].z, x[n].w);
+    }
+}
+
+// Token columns are rows of the chunk [8 NT, TOKEN_BYTES] at `tokens`; reads inputs 8t .. 8t+7 from `byte` on.
+template <int NT, int TOKEN_BYTES>
+DEVICE void read_tokens(uint4 (&x)[NT], uint32_t tokens, int byte) {
+    const int g = lane_index() / 4, t = lane_index() % 4;
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        x[n] = shared_load<uint4>(tokens + row_offset<TOKEN_BYTES>(n * 8 + g) + byte + t * 16);
+    }
+}
+
+// bf16 weights [64, CHUNK]; this warp's 16 rows and its share of the chunk's inputs.
+template <int CHUNK, int NT>
+DEVICE void accumulate_bf16(float (&acc)[NT][4], uint32_t weights, uint32_t tokens) {
+    const int tile = warp_index() % BLOCK_TILES, k_part = warp_index() / BLOCK_TILES;
+    const int g = lane_index() / 4, t = lane_index() % 4;
+    constexpr int STEPS = CHUNK / 32 / K_PARTS;
+    const uint32_t low_row = weights + row_offset<CHUNK * 2>(tile * 16 + g) + t * 16;
+    const uint32_t high_row = weights + row_offset<CHUNK * 2>(tile * 16 + g + 8) + t * 16;
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        const int byte = (k_part * STEPS + step) * 64;
+        uint4 x[NT];
+        read_tokens<NT, CHUNK * 2>(x, tokens, byte);
+        multiply_32(acc, shared_load<uint4>(low_row + byte), shared_load<uint4>(high_row + byte), x);
+    }
+}
+
+// Three bf16 numbers that sum to an fp32 number exactly; `value` keeps what is left.
+DEVICE float take_bf16(float& value) {
+    const float head = bf16_to_float(float_to_bf16(value));
+    value -= head;
+    return head;
+}
+
+DEVICE uint32_t take_bf16x2(float& low, float& high) {
+    const float a = take_bf16(low), b = take_bf16(high);
+    return pack_bf16x2(a, b);
+}
+
+// fp32 weights (the router): three bf16 products carry all 24 bits of the significand.
+template <int CHUNK, int NT>
+DEVICE void accumulate_fp32(float (&acc)[NT][4], uint32_t weights, uint32_t tokens) {
+    const int tile = warp_index() % BLOCK_TILES, k_part = warp_index() / BLOCK_TILES;
+    const int g = lane_index() / 4, t = lane_index() % 4;
+    constexpr int STEPS = CHUNK / 32 / K_PARTS;
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        const int first = (k_part * STEPS + step) * 32;
+        uint4 x[NT];
+        read_tokens<NT, CHUNK * 2>(x, tokens, first * 2);
+        float4 rest[2][2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint32_t row = weights + row_offset<CHUNK * 4>(tile * 16 + g + 8 * half) + (first + 8 * t) * 4;
+            rest[half][0] = shared_load<float4>(row);
+            rest[half][1] = shared_load<float4>(row + 16);
+        }
+#pragma unroll
+        for (int term = 0; term < 3; ++term) {
+            uint4 word[2];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                word[half].x = take_bf16x2(rest[half][0].x, rest[half][0].y);
+                word[half].y = take_bf16x2(rest[half][0].z, rest[half][0].w);
+                word[half].z = take_bf16x2(rest[half][1].x, rest[half][1].y);
+                word[half].w = take_bf16x2(rest[half][1].z, rest[half][1].w);
+            }
+            multiply_32(acc, word[0], word[1], x);
+        }
+    }
+}
+
+// Runs this CTA's tasks of product G; finish(task, row, weight_row, value) gets every sum once, where row < p.rows and
+// weight_row < N. Threads hold consecutive weight rows, so stores of consecutive outputs coalesce.
+template <class G, class Finish>
+DEVICE void run_dense(const Params& p, Ring& ring, Finish finish) {
+    const int tile = warp_index() % BLOCK_TILES, k_part = warp_index() / BLOCK_TILES;
+    DenseTasks<G> tasks;
+    for (DenseTask task; tasks.next(task);) {
+        float acc[COLUMN_TILES][4];
+        clear(acc);
+        for (int chunk = task.chunk; chunk < task.chunk_end; ++chunk) {
+            ring.wait_full(p);
+            if constexpr (G::WIDE) {
+                accumulate_fp32<G::CHUNK>(acc, ring.weights(), ring.tokens());
+            } else {
+                accumulate_bf16<G::CHUNK>(acc, ring.weights(), ring.tokens());
+            }
+            ring.release();
+        }
+        park(acc, k_part * BLOCK_ROWS + tile * 16);
+        math_barrier();
+        for (int i = thread_index(); i < BLOCK_ROWS * p.rows; i += cfg::MATH_THREADS) {
+            const int local = i % BLOCK_ROWS, row = i / BLOCK_ROWS;
+            float sum = shared_load<float>(reduce_at(local, row));
+#pragma unroll
+            for (int part = 1; part < K_PARTS; ++part) {
+                sum += shared_load<float>(reduce_at(part * BLOCK_ROWS + local, row));
+            }
+            const int weight_row = task.block * BLOCK_ROWS + local;
+            if (weight_row < G::N) finish(task, row, weight_row, sum);
+        }
+        math_barrier();
+    }
+}
+
+// The usual end: parts go to partial [blocks, PARTS, ROW_CAP, 64] f32, and one arrival publishes them.
+template <class G>
+DEVICE void run_dense_to(const Params& p, Ring& ring, float* partial, protocol::Counter counter) {
+    run_dense<G>(p, ring, [&](const DenseTask& task, int row, int weight_row, float sum) {
+        global_store(
+            partial + ((task.block * G::PARTS + task.part) * cfg::ROW_CAP + row) * BLOCK_ROWS + weight_row % BLOCK_ROWS,
+            sum);
+    });
+    arrive_math(p, counter);
+}

@@ -1,0 +1,71 @@
+// O2, O3: logits of this rank's vocabulary rows, and each row's greedy token.
+#pragma once
+#include "boundary.cuh"
+
+namespace head {
+
+// A better candidate is larger, or equal with a lower id.
+struct Best {
+    float value;
+    int id;
+
+    DEVICE void offer(float other, int other_id) {
+        if (other > value || (other == value && other_id < id)) {
+            value = other;
+            id = other_id;
+        }
+    }
+    DEVICE void merge_warp() {
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) {
+            const float other = shuffle_xor(value, step);
+            offer(other, shuffle_xor(id, step));
+        }
+    }
+};
+
+DEVICE Best nothing() { return Best{-infinity(), cfg::VOCAB}; }
+
+// The softcap is monotone, so the greedy token is taken from the scores before it.
+DEVICE void run_logits(const Params& p, Ring& ring) {
+    static_assert(cfg::MATH_THREADS % BLOCK_ROWS == 0, "a thread keeps its rows from block to block");
+    constexpr int ROWS_AT_ONCE = cfg::MATH_THREADS / BLOCK_ROWS,
+                  TURNS = (cfg::ROW_CAP + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    Best best[TURNS];
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) best[turn] = nothing();
+    run_dense<LmHead>(p, ring, [&](const DenseTask&, int row, int id, float score) {
+#pragma unroll
+        for (int turn = 0; turn < TURNS; ++turn) {
+            if (row / ROWS_AT_ONCE == turn) best[turn].offer(score, id);
+        }
+        const float scaled = score * cfg::OUTPUT_MULTIPLIER;
+        const float logit = cfg::SOFTCAP > 0.f ? cfg::SOFTCAP * hyperbolic_tangent(scaled / cfg::SOFTCAP) : scaled;
+        global_store(p.logits + static_cast<int64_t>(row) * cfg::VOCAB + id, logit);
+    });
+    // 64 threads, two warps, share the rows r = (thread / 64) + ROWS_AT_ONCE * turn.
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+        best[turn].merge_warp();
+        const int row = thread_index() / BLOCK_ROWS + ROWS_AT_ONCE * turn;
+        if (lane_index() == 0 && row < p.rows) {
+            const int64_t at = (static_cast<int64_t>(row) * cfg::SMS + cta_index()) * 2 + warp_index() % 2;
+            global_store(p.best_scores + at, best[turn].value);
+            global_store(p.best_ids + at, best[turn].id);
+        }
+    }
+    arrive_math(p, protocol::Counter::LOGITS);
+}
+
+DEVICE void greedy_row(const Params& p, int row) {
+    if (warp_index() != 0) return;
+    Best best = nothing();
+    for (int i = lane_index(); i < 2 * cfg::SMS; i += WARP) {
+        const int64_t at = static_cast<int64_t>(row) * cfg::SMS * 2 + i;
+        best.offer(global_load(p.best_scores + at), global_load(p.best_ids + at));
+    }
+    best.merge_warp();
+    if (lane_index() == 0) global_store(p.greedy_ids + row, static_cast<int64_t>(best.id));
+}
+
+}  // namespace head

@@ -1,0 +1,168 @@
+// The three kernels of a step as programs of the warp roles. One CTA per SM, all resident; see docs/layer-kernel.md.
+#pragma once
+#include "combine.cuh"
+#include "head.cuh"
+#include "instr/pdl.cuh"
+#include "load.cuh"
+#include "qkv.cuh"
+
+namespace program {
+
+constexpr int WEIGHT_LOADER = cfg::MATH_WARPS, TOKEN_LOADER = WEIGHT_LOADER + 1, ROUTING_WARP = TOKEN_LOADER + 1;
+static_assert(cfg::THREADS == (cfg::MATH_WARPS + 3) * WARP, "math warps, two loaders, one routing warp");
+
+// Barriers exist and the ring is empty afterwards.
+DEVICE void start() {
+    if (thread_index() == 0) {
+        init_ring();
+        allow_next_launch();
+    }
+    barrier_sync(0, cfg::THREADS);
+}
+
+// Everyone but the weight loader: from here on, what the previous launch wrote may be read. Returns how many launches
+// of this kernel were completed before this one. It is read once per CTA, before any arrival of the CTA, and changed by
+// the one thread that has seen all CTAs arrive.
+DEVICE uint32_t begin_epoch(const Params& p) {
+    wait_for_previous_launch();
+    if (thread_index() == 0) shared_store(cfg::EPOCH_AT, load_acquire(p.epoch));
+    barrier_sync(2, cfg::THREADS - WARP);
+    return shared_load<uint32_t>(cfg::EPOCH_AT);
+}
+
+DEVICE void end_epoch(const Params& p, uint32_t epoch) {
+    if (cta_index() == 0 && thread_index() == 0) store_release(p.epoch, epoch + 1u);
+}
+
+// ---- one decoder layer: q, k, v, gate of this layer to those of the next ----
+
+DEVICE void layer_weights(const Params& p) {
+    const uint64_t policy = eviction_policy(Keep::first_out);
+    Ring ring;
+    load_weights<OProj>(p, ring, p.o_proj, policy);
+    load_weights<Router>(p, ring, p.router, policy);
+    load_weights<PreProj>(p, ring, p.pre_expert_proj, policy);
+    routing::wait_table(p);
+    experts::load_weights<experts::GateUp>(p, ring, p.gate_up, p.gate_up_block_scale, 0, policy);
+    experts::load_weights<experts::Down>(p, ring, p.down, p.down_block_scale,
+                                         experts::tasks_before_down(routing::Table::active()), policy);
+    load_weights<PostProj>(p, ring, p.post_expert_proj, policy);
+    if (p.has_next != 0) load_weights<QkvProj>(p, ring, p.next_qkv, policy);
+}
+
+DEVICE void layer_tokens(const Params& p, uint32_t epoch) {
+    using protocol::Counter;
+    const uint64_t policy = eviction_policy(Keep::last_out);
+    Ring ring;
+    wait_rows(p, Counter::GATED, epoch);
+    load_tokens<OProj>(p, ring, p.gated, policy);
+    wait_rows(p, Counter::AFTER_ATTENTION, epoch);
+    load_tokens<Router>(p, ring, p.router_input, policy);
+    load_tokens<PreProj>(p, ring, p.router_input, policy);
+    routing::wait_table(p);
+    wait_rows(p, Counter::EXPERT_INPUT, epoch);
+    experts::load_tokens<experts::GateUp>(p, ring, 0, epoch, policy);
+    experts::load_tokens<experts::Down>(p, ring, experts::tasks_before_down(routing::Table::active()), epoch, policy);
+    wait_rows(p, Counter::COMBINED, epoch);
+    load_tokens<PostProj>(p, ring, p.combined, policy);
+    if (p.has_next == 0) return;
+    wait_rows(p, Counter::AFTER_EXPERTS, epoch);
+    load_tokens<QkvProj>(p, ring, p.next_input, policy);
+}
+
+DEVICE void layer_math(const Params& p, uint32_t epoch) {
+    using protocol::Counter;
+    Ring ring;
+    attention::run(p);
+    output_gate::run(p, epoch);
+    run_dense_to<OProj>(p, ring, p.o_partial, Counter::O_PROJ);
+    boundary::for_owned_rows(
+        p, Counter::AFTER_ATTENTION, [&] { wait_counter_math(p, Counter::O_PROJ, epoch); },
+        [&](int row) { boundary::after_attention_row(p, row); });
+    run_dense_to<Router>(p, ring, p.router_partial, Counter::ROUTER);
+    run_dense_to<PreProj>(p, ring, p.pre_partial, Counter::PRE_PROJ);
+    routing::run(p, epoch);
+    routing::wait_table(p);
+    experts::run_gate_up(p, ring, epoch);
+    experts::run_down(p, ring);
+    combine::run(p, epoch);
+    run_dense_to<PostProj>(p, ring, p.post_partial, Counter::POST_PROJ);
+    boundary::for_owned_rows(
+        p, Counter::AFTER_EXPERTS, [&] { wait_counter_math(p, Counter::POST_PROJ, epoch); },
+        [&](int row) { boundary::after_experts_row(p, row); });
+    if (p.has_next != 0) {
+        run_dense_to<QkvProj>(p, ring, p.qkv_partial, Counter::QKV_PROJ);
+    } else {
+        arrive_math(p, Counter::QKV_PROJ);
+    }
+    qkv::run(p, epoch);
+    end_epoch(p, epoch);
+}
+
+DEVICE void layer(const Params& p) {
+    start();
+    const int warp = warp_index();
+    if (warp == WEIGHT_LOADER) {
+        layer_weights(p);
+        return;
+    }
+    const uint32_t epoch = begin_epoch(p);
+    if (warp == TOKEN_LOADER) {
+        layer_tokens(p, epoch);
+    } else if (warp == ROUTING_WARP) {
+        routing::build_table(p, epoch);
+    } else {
+        layer_math(p, epoch);
+    }
+}
+
+// ---- before layer 0: embedding, norm, q, k, v, gate ----
+
+DEVICE void embed(const Params& p) {
+    using protocol::Counter;
+    start();
+    const int warp = warp_index();
+    Ring ring;
+    if (warp == WEIGHT_LOADER) {
+        load_weights<QkvProj>(p, ring, p.next_qkv, eviction_policy(Keep::first_out));
+        return;
+    }
+    const uint32_t epoch = begin_epoch(p);
+    if (warp == TOKEN_LOADER) {
+        wait_rows(p, Counter::AFTER_EXPERTS, epoch);
+        load_tokens<QkvProj>(p, ring, p.next_input, eviction_policy(Keep::last_out));
+    } else if (warp < cfg::MATH_WARPS) {
+        boundary::for_owned_rows(p, Counter::AFTER_EXPERTS, [] {}, [&](int row) { boundary::embed_row(p, row); });
+        run_dense_to<QkvProj>(p, ring, p.qkv_partial, Counter::QKV_PROJ);
+        qkv::run(p, epoch);
+        end_epoch(p, epoch);
+    }
+}
+
+// ---- after the last layer: final norm, head, greedy tokens ----
+
+DEVICE void lm_head(const Params& p) {
+    using protocol::Counter;
+    start();
+    const int warp = warp_index();
+    Ring ring;
+    if (warp == WEIGHT_LOADER) {
+        load_weights<LmHead>(p, ring, p.lm_head, eviction_policy(Keep::first_out));
+        return;
+    }
+    const uint32_t epoch = begin_epoch(p);
+    if (warp == TOKEN_LOADER) {
+        wait_rows(p, Counter::AFTER_EXPERTS, epoch);
+        load_tokens<LmHead>(p, ring, p.next_input, eviction_policy(Keep::last_out));
+    } else if (warp < cfg::MATH_WARPS) {
+        boundary::for_owned_rows(p, Counter::AFTER_EXPERTS, [] {}, [&](int row) { boundary::final_norm_row(p, row); });
+        head::run_logits(p, ring);
+        wait_counter_math(p, Counter::LOGITS, epoch);
+        for (int row = 0; row < p.rows; ++row) {
+            if (owns_row(row)) head::greedy_row(p, row);
+        }
+        end_epoch(p, epoch);
+    }
+}
+
+}  // namespace program

@@ -1,0 +1,106 @@
+// NVFP4 experts in the Marlin order SGLang keeps them in on Hopper: tiles of 16 inputs x 64 outputs, 512 bytes each.
+// A lane's 16 bytes of a tile are four m16 x k16 weight fragments; block scales are E5M3 bytes (e4m3 times 2^7), eight
+// outputs that share l / 4 side by side.
+#pragma once
+#include "gemm.cuh"
+
+namespace marlin {
+
+constexpr int TILE_BYTES = 512, TILE_SCALES = 64;
+
+// Codes are used as bf16 bit patterns (value times 2^-126), scales as E5M3 times 2^15 = e4m3 times 2^22.
+constexpr float UNSCALE = 0x1p104f;
+
+// fp32 scale of one expert's matrix, with the power of two that undoes the two placements; BF16 experts have none.
+DEVICE float global_scale(const float* scales, int expert) {
+    if constexpr (cfg::NVFP4) {
+        return constant_load(scales + expert) * UNSCALE;
+    } else {
+        return 1.f;
+    }
+}
+
+// A stage holds STEPS k16 steps of TILES tiles: all codes, step after step, then all scales.
+template <class G>
+struct Stage {
+    static constexpr int N_TILES = G::N / 64;           // of one step in memory
+    static constexpr int RUN = G::TILES / G::SEGMENTS;  // neighbouring tiles
+    static constexpr int CODES = G::STEPS * G::TILES * TILE_BYTES;
+    static constexpr int SCALES = G::STEPS * G::TILES * TILE_SCALES;
+    static constexpr int K_PARTS = cfg::MATH_WARPS / G::TILES;
+    static constexpr int WARP_STEPS = G::STEPS / K_PARTS;
+    static_assert(cfg::MATH_WARPS % G::TILES == 0 && G::STEPS % (2 * K_PARTS) == 0, "two steps at a time per warp");
+};
+
+// One run of neighbouring tiles of one step is one copy of codes and one of scales; lanes take (step, segment) pairs.
+template <class G, class R>
+DEVICE void load_stage(const R& ring, const void* weights, const void* scales, int expert, int block, int chunk,
+                       uint64_t policy) {
+    using S = Stage<G>;
+    if (lane_index() == 0) mbarrier_arrive_expect(ring.full(), S::CODES + S::SCALES);
+    warp_sync();
+    const int64_t first_step = static_cast<int64_t>(expert) * (G::K / 16) + chunk * G::STEPS;
+    for (int i = lane_index(); i < G::STEPS * G::SEGMENTS; i += WARP) {
+        const int step = i / G::SEGMENTS, segment = i % G::SEGMENTS;
+        const int64_t tile = (first_step + step) * S::N_TILES + segment * (S::N_TILES / G::SEGMENTS) + block * S::RUN;
+        const int place = i * S::RUN;
+        bulk_load(ring.weights() + place * TILE_BYTES, static_cast<const char*>(weights) + tile * TILE_BYTES,
+                  S::RUN * TILE_BYTES, ring.full(), policy);
+        bulk_load(ring.weights() + S::CODES + place * TILE_SCALES,
+                  static_cast<const char*>(scales) + tile * TILE_SCALES, S::RUN * TILE_SCALES, ring.full(), policy);
+    }
+}
+
+// Eight 4-bit codes to the four registers of a fragment, times the scales of its two output rows (low half: row g).
+// Nibbles p and p + 4 are a pair of inputs: p = 0, 1 of row g, p = 2, 3 of row g + 8.
+DEVICE void decode(uint32_t codes, uint32_t scales, uint32_t (&a)[4]) {
+    constexpr uint32_t SIGN = 0x80008000u, MAGNITUDE = 0x01c001c0u;
+    const uint32_t low = (scales & 0xffffu) | (scales << 16), high = (scales >> 16) | (scales & 0xffff0000u);
+    a[0] = multiply_bf16x2(((codes << 6) & MAGNITUDE) | ((codes << 12) & SIGN), low);
+    a[2] = multiply_bf16x2(((codes << 2) & MAGNITUDE) | ((codes << 8) & SIGN), low);
+    a[1] = multiply_bf16x2(((codes >> 2) & MAGNITUDE) | ((codes << 4) & SIGN), high);
+    a[3] = multiply_bf16x2(((codes >> 6) & MAGNITUDE) | (codes & SIGN), high);
+}
+
+// Two E5M3 bytes at bits 4..11 of their halves are bf16 patterns 2^-112 too small; the product is exact, subnormals
+// too.
+DEVICE uint32_t widen_scales(uint32_t placed) {
+    constexpr uint32_t TWO_TO_127 = 0x7f007f00u;
+    return multiply_bf16x2(placed, TWO_TO_127);
+}
+
+// This warp's n64 tile and its share of the steps: acc[i] are output rows 16 i .. 16 i + 15 of the tile.
+template <class G, int NT>
+DEVICE void accumulate(float (&acc)[4][NT][4], uint32_t weights, uint32_t tokens) {
+    using S = Stage<G>;
+    const int tile = warp_index() % G::TILES, k_part = warp_index() / G::TILES;
+    // Tiles lie step by step, and within a step segment by segment: the tile's place in a step is `tile` itself.
+    const uint32_t codes_at = weights + tile * TILE_BYTES + lane_index() * 16;
+    const uint32_t scales_at = weights + S::CODES + tile * TILE_SCALES + lane_index() / 4 * 8;
+#pragma unroll
+    for (int pair = 0; pair < S::WARP_STEPS / 2; ++pair) {
+        const int step0 = k_part * S::WARP_STEPS + 2 * pair;
+        uint4 x[NT];
+        read_tokens<NT, G::STEPS * 32>(x, tokens, step0 / 2 * 64);
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            const int step = step0 + odd;
+            const uint4 w = shared_load<uint4>(codes_at + step * (G::TILES * TILE_BYTES));
+            const uint2 s = shared_load<uint2>(scales_at + step * (G::TILES * TILE_SCALES));
+            const uint32_t codes[4] = {w.x, w.y, w.z, w.w};
+            const uint32_t placed[4] = {(s.x & 0x00ff00ffu) << 4, (s.x & 0xff00ff00u) >> 4, (s.y & 0x00ff00ffu) << 4,
+                                        (s.y & 0xff00ff00u) >> 4};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                uint32_t a[4];
+                decode(codes[i], widen_scales(placed[i]), a);
+#pragma unroll
+                for (int n = 0; n < NT; ++n) {
+                    mma_bf16(acc[i][n], a[0], a[1], a[2], a[3], odd ? x[n].z : x[n].x, odd ? x[n].w : x[n].y);
+                }
+            }
+        }
+    }
+}
+
+}  // namespace marlin

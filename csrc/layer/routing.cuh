@@ -1,0 +1,154 @@
+// F3-F5 and F7: which experts a row goes to, and the row the experts read; then the table of active experts that every
+// CTA builds for itself.
+#pragma once
+#include "boundary.cuh"
+
+namespace routing {
+
+// Position of input k of an expert row in memory. Two k16 steps of NVFP4 weights in Marlin order need, per lane t, the
+// inputs {2t, 2t+1, 2t+8, 2t+9} of both steps: they are stored side by side, as one 16-byte access. BF16 experts
+// read rows in their natural order.
+DEVICE int expert_position(int k) {
+    if constexpr (cfg::NVFP4) {
+        const int in16 = k % 16;
+        return k / 32 * 32 + (in16 % 8) / 2 * 8 + (k / 16 % 2) * 4 + in16 / 8 * 2 + k % 2;
+    } else {
+        return k;
+    }
+}
+
+// F7: x = bf(N1(h)), stored in the experts' order.
+DEVICE void expert_input_row(const Params& p, int row) {
+    using Columns = RowColumns<cfg::MOE_HIDDEN>;
+    float4 h[Columns::GROUPS] = {};
+    float squares = 0.f;
+    for_columns<cfg::MOE_HIDDEN>([&](int i, int column) {
+        h[i] = Exchange::expert_row(p, row, column);
+        squares += square_sum(h[i]);
+    });
+    const float scale = reciprocal_root(row_sum(squares, 0) / cfg::MOE_HIDDEN + cfg::RMS_EPS);
+    uint16_t* out = p.expert_input + row * cfg::MOE_HIDDEN;
+    for_columns<cfg::MOE_HIDDEN>([&](int i, int column) {
+        const float4 x = times(times(h[i], scale), centred_gamma(p.pre_expert_norm + column));
+        global_store(reinterpret_cast<uint32_t*>(out + expert_position(column)), pack_bf16x2(x.x, x.y));
+        global_store(reinterpret_cast<uint32_t*>(out + expert_position(column + 2)), pack_bf16x2(x.z, x.w));
+    });
+}
+
+// F3-F5 for one row: an expert's rank is the number of experts that beat it; ties go to the lower id.
+DEVICE void route_row(const Params& p, int row) {
+    const uint32_t selection_at = cfg::REDUCE_AT, score_at = selection_at + cfg::EXPERTS * 4;
+    const uint32_t chosen_at = score_at + cfg::EXPERTS * 4;
+    for (int group = thread_index(); group < (cfg::EXPERTS + 3) / 4; group += cfg::MATH_THREADS) {
+        const float4 logits = sum_parts<Router>(p.router_partial, row, group * 4);
+        const float four[4] = {logits.x, logits.y, logits.z, logits.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int expert = group * 4 + i;
+            if (expert >= cfg::EXPERTS) break;
+            const float score = output_gate::sigmoid(four[i] * cfg::OUTPUT_MULTIPLIER);
+            global_store(p.router_logits + row * cfg::EXPERTS + expert, four[i]);
+            shared_store(score_at + expert * 4, score);
+            shared_store(selection_at + expert * 4, score + global_load(p.router_bias + expert));
+        }
+    }
+    math_barrier();
+    for (int expert = thread_index(); expert < cfg::EXPERTS; expert += cfg::MATH_THREADS) {
+        const float mine = shared_load<float>(selection_at + expert * 4);
+        int rank = 0;
+#pragma unroll 8
+        for (int other = 0; other < cfg::EXPERTS; ++other) {
+            const float theirs = shared_load<float>(selection_at + other * 4);
+            rank += (theirs > mine || (theirs == mine && other < expert)) ? 1 : 0;
+        }
+        if (rank < cfg::TOP_K) {
+            global_store(p.route_ids + row * cfg::TOP_K + rank, expert);
+            shared_store(chosen_at + rank * 4, shared_load<float>(score_at + expert * 4));
+        }
+    }
+    math_barrier();
+    float sum = 0.f;
+    for (int slot = 0; slot < cfg::TOP_K; ++slot) sum += shared_load<float>(chosen_at + slot * 4);
+    const float scale = cfg::ROUTED_SCALING / (sum + 1e-15f);
+    for (int slot = thread_index(); slot < cfg::TOP_K; slot += cfg::MATH_THREADS) {
+        global_store(p.route_weights + row * cfg::TOP_K + slot, shared_load<float>(chosen_at + slot * 4) * scale);
+    }
+}
+
+DEVICE void run(const Params& p, uint32_t epoch) {
+    using protocol::Counter;
+    boundary::for_owned_rows(
+        p, Counter::EXPERT_INPUT, [&] { wait_counter_math(p, Counter::PRE_PROJ, epoch); },
+        [&](int row) { expert_input_row(p, row); });
+    // Other CTAs than those above, where there are enough: the two hand-offs overlap.
+    boundary::for_owned_rows(
+        p, Counter::ROUTED, [&] { wait_counter_math(p, Counter::ROUTER, epoch); }, [&](int row) { route_row(p, row); },
+        cfg::ROW_CAP);
+}
+
+// The table of a step, in shared memory: active local experts in ascending order, each with the set of its rows.
+// A (row, expert) pair has one line of the activations: first_line(j) + place of the row among the expert's rows.
+struct Table {
+    static constexpr uint32_t ROWS_OF = cfg::TABLES_AT;                      // [LOCAL_EXPERTS] row sets
+    static constexpr uint32_t INDEX_OF = ROWS_OF + cfg::LOCAL_EXPERTS * 4;   // [LOCAL_EXPERTS] place in the list
+    static constexpr uint32_t EXPERT = INDEX_OF + cfg::LOCAL_EXPERTS * 4;    // [active] local expert
+    static constexpr uint32_t FIRST_LINE = EXPERT + cfg::LOCAL_EXPERTS * 4;  // [active]
+    static constexpr uint32_t ACTIVE = FIRST_LINE + cfg::LOCAL_EXPERTS * 4;  // one word
+
+    DEVICE static int active() { return static_cast<int>(shared_load<uint32_t>(ACTIVE)); }
+    DEVICE static int expert(int index) { return static_cast<int>(shared_load<uint32_t>(EXPERT + index * 4)); }
+    DEVICE static int first_line(int index) { return static_cast<int>(shared_load<uint32_t>(FIRST_LINE + index * 4)); }
+    DEVICE static uint32_t rows_of(int expert) { return shared_load<uint32_t>(ROWS_OF + expert * 4); }
+    // Line of (row, local expert); the expert must be active for the row.
+    DEVICE static int line(int row, int expert) {
+        const int index = static_cast<int>(shared_load<uint32_t>(INDEX_OF + expert * 4));
+        return first_line(index) + population_count(rows_of(expert) & ((1u << row) - 1u));
+    }
+};
+
+// The row at place `place` of a row set.
+DEVICE int nth_row(uint32_t rows, int place) {
+    for (int skip = 0; skip < place; ++skip) rows &= rows - 1u;
+    return population_count((rows & (0u - rows)) - 1u);
+}
+
+// Routing warp: builds the table and publishes it to the CTA.
+DEVICE void build_table(const Params& p, uint32_t epoch) {
+    const int lane = lane_index();
+    for (int expert = lane; expert < cfg::LOCAL_EXPERTS; expert += WARP) shared_store(Table::ROWS_OF + expert * 4, 0u);
+    wait_counter_warp(p, protocol::Counter::ROUTED, epoch);
+    for (int i = lane; i < p.rows * cfg::TOP_K; i += WARP) {
+        const int expert = global_load(p.route_ids + i) - p.first_expert;
+        if (expert >= 0 && expert < cfg::LOCAL_EXPERTS) shared_or(Table::ROWS_OF + expert * 4, 1u << (i / cfg::TOP_K));
+    }
+    warp_sync();
+    int active = 0, lines = 0;
+    for (int first = 0; first < cfg::LOCAL_EXPERTS; first += WARP) {
+        const int expert = first + lane;
+        const uint32_t rows = expert < cfg::LOCAL_EXPERTS ? Table::rows_of(expert) : 0u;
+        const uint32_t set = warp_ballot(rows != 0u);
+        int sum = population_count(rows);
+#pragma unroll
+        for (int step = 1; step < WARP; step *= 2) {
+            const int below = static_cast<int>(shuffle(static_cast<uint32_t>(sum), lane >= step ? lane - step : lane));
+            if (lane >= step) sum += below;
+        }
+        if (rows != 0u) {
+            const int index = active + population_count(set & ((1u << lane) - 1u));
+            shared_store(Table::INDEX_OF + expert * 4, static_cast<uint32_t>(index));
+            shared_store(Table::EXPERT + index * 4, static_cast<uint32_t>(expert));
+            shared_store(Table::FIRST_LINE + index * 4, static_cast<uint32_t>(lines + sum - population_count(rows)));
+        }
+        active += population_count(set);
+        lines += static_cast<int>(shuffle(static_cast<uint32_t>(sum), WARP - 1));
+    }
+    if (lane == 0) shared_store(Table::ACTIVE, static_cast<uint32_t>(active));
+    warp_sync();
+    if (lane == 0) mbarrier_arrive(cfg::ROUTING_BARRIER_AT);
+}
+
+DEVICE void wait_table(const Params& p) {
+    wait_mbarrier(p, cfg::ROUTING_BARRIER_AT, 0u, protocol::Site::ROUTING_TABLE);
+}
+
+}  // namespace routing

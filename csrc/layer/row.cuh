@@ -1,0 +1,68 @@
+// Row operations: all math warps of one CTA work on one row; a thread holds groups of four neighbouring columns.
+#pragma once
+#include "gemm.cuh"
+#include "output_gate.cuh"
+
+// Which CTA does row `row` (and, beside it, that row's routing): the same for every number of rows.
+DEVICE bool owns_row(int row, int shift = 0) { return (row + shift) % cfg::SMS == cta_index(); }
+
+template <int WIDTH>
+struct RowColumns {
+    static constexpr int GROUPS = (WIDTH / 4 + cfg::MATH_THREADS - 1) / cfg::MATH_THREADS;
+    static_assert(WIDTH % 4 == 0, "a thread holds four neighbouring columns");
+    DEVICE static int column(int group) { return (group * cfg::MATH_THREADS + thread_index()) * 4; }
+    DEVICE static bool valid(int group) { return column(group) < WIDTH; }
+};
+
+// Calls body(group, column) for the column groups of this thread.
+template <int WIDTH, class Body>
+DEVICE void for_columns(Body body) {
+#pragma unroll
+    for (int group = 0; group < RowColumns<WIDTH>::GROUPS; ++group) {
+        if (RowColumns<WIDTH>::valid(group)) body(group, RowColumns<WIDTH>::column(group));
+    }
+}
+
+// Sum over all math threads, the same bits in each. `turn` alternates between 0 and 1 from one call to the next, so
+// that one barrier per sum is enough.
+DEVICE float row_sum(float value, int turn) {
+    value = output_gate::warp_sum(value);
+    const uint32_t at = cfg::ROW_SUM_AT + turn * cfg::MATH_WARPS * 4;
+    if (lane_index() == 0) shared_store(at + warp_index() * 4, value);
+    math_barrier();
+    float sum = 0.f;
+#pragma unroll
+    for (int warp = 0; warp < cfg::MATH_WARPS; ++warp) sum += shared_load<float>(at + warp * 4);
+    return sum;
+}
+
+DEVICE float square_sum(const float4& v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
+
+DEVICE float round_bf16(float value) { return bf16_to_float(float_to_bf16(value)); }
+DEVICE float4 round_bf16(const float4& v) {
+    return float4{round_bf16(v.x), round_bf16(v.y), round_bf16(v.z), round_bf16(v.w)};
+}
+DEVICE float4 load_bf16x4(const uint16_t* address) {
+    const uint2 w = global_load(reinterpret_cast<const uint2*>(address));
+    return float4{bf16_to_float(w.x & 0xffffu), bf16_to_float(w.x >> 16), bf16_to_float(w.y & 0xffffu),
+                  bf16_to_float(w.y >> 16)};
+}
+DEVICE void store_bf16x4(uint16_t* address, const float4& v) {
+    global_store(reinterpret_cast<uint2*>(address), uint2{pack_bf16x2(v.x, v.y), pack_bf16x2(v.z, v.w)});
+}
+DEVICE float4 load_f32x4(const float* address) { return global_load(reinterpret_cast<const float4*>(address)); }
+
+// Zero-centred gamma: 1 + w, added in fp32.
+DEVICE float4 centred_gamma(const uint16_t* weight) {
+    const float4 w = load_bf16x4(weight);
+    return float4{1.f + w.x, 1.f + w.y, 1.f + w.z, 1.f + w.w};
+}
+DEVICE float4 times(const float4& a, const float4& b) { return float4{a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w}; }
+DEVICE float4 times(const float4& a, float b) { return float4{a.x * b, a.y * b, a.z * b, a.w * b}; }
+
+// s' = alpha s + beta n, per channel (A10, F16).
+DEVICE float4 gated_residual(const float* alpha, const float* beta, const float4& stream, const float4& branch) {
+    const float4 a = load_f32x4(alpha), b = load_f32x4(beta);
+    return float4{a.x * stream.x + b.x * branch.x, a.y * stream.y + b.y * branch.y, a.z * stream.z + b.z * branch.z,
+                  a.w * stream.w + b.w * branch.w};
+}

@@ -1,0 +1,200 @@
+"""Compiles an instance of the kernels, once per machine: a content-addressed cache that many processes may share."""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgl_muse_mega.errors import UserError
+from sgl_muse_mega.megakernel.instance import Instance
+from sgl_muse_mega.toolchain import cache_directory, find_host_compiler, find_nvcc
+
+KERNEL_NAMES = ("embed_kernel", "layer_kernel", "head_kernel")
+HOPPER = "sm_90a"
+EMULATOR = "emulator"
+
+Progress = Callable[[str], None]
+
+
+def quiet(message: str) -> None:
+    del message
+
+
+@dataclass(frozen=True, slots=True)
+class KernelResources:
+    """What ptxas reports about one kernel; bytes."""
+
+    name: str
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A compiled instance: a cubin, or a shared library for the emulator, with the compiler's report."""
+
+    path: Path
+    report: str
+    seconds: float  # 0 when it was in the cache
+
+    def resources(self) -> list[KernelResources]:
+        """Per kernel, from ptxas -v; empty for the emulator."""
+        found = []
+        for entry in re.split(r"Compiling entry function", self.report)[1:]:
+            name = re.search(r"'(\w+)'", entry)
+            registers = re.search(r"Used (\d+) registers", entry)
+            memory = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", entry)
+            if name and registers and memory:
+                found.append(KernelResources(name[1], int(registers[1]), *(int(n) for n in memory.groups())))
+        return sorted(found, key=lambda r: KERNEL_NAMES.index(r.name))
+
+    def check_spills(self) -> None:
+        """Raises UserError when a kernel keeps registers in local memory."""
+        bad = [r for r in self.resources() if r.spill_stores or r.spill_loads or r.stack]
+        if bad:
+            names = ", ".join(f"{r.name} ({r.spill_stores} B stored, {r.stack} B stack)" for r in bad)
+            raise UserError(f"The compiler spilled registers of {names}; use the compiler version this was tuned for.")
+
+
+def source_directory() -> Path:
+    """The device code: `csrc` of the installed package or of the checkout."""
+    package = Path(__file__).parent.parent
+    for candidate in (package / "csrc", package.parent / "csrc"):
+        if (candidate / "step.cu").is_file():
+            return candidate
+    raise UserError(f"The device code is missing beside {package}; install sgl-muse-mega again.")
+
+
+def build(instance: Instance, target: str = HOPPER, progress: Progress = quiet) -> Artifact:
+    """Returns the compiled instance from the cache, compiling it when it is not there.
+
+    target: an architecture for nvcc ("sm_90a", "sm_103a") or EMULATOR. Of several processes that ask at the same time
+    one compiles and the others wait. A file that was damaged is compiled again.
+    Raises UserError without a compiler, when compilation fails, or when the cache folder cannot be written.
+    """
+    compiler = _compiler(target)
+    sources = _sources(target)
+    flags = _flags(target)
+    version = _run([str(compiler), "--version"], "The compiler does not run").strip()
+    key = _key(sources, [*flags, target, version], instance.header())
+    folder = cache_directory()
+    found = _cached(folder, key)
+    if found:
+        return found
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / f"{key}.lock"):
+            found = _cached(folder, key)
+            if found:
+                return found
+            progress(f"Compiling the layer kernel for {target} ({instance.describe()})")
+            return _compile(compiler, flags, target, instance, folder, key)
+    except OSError as error:
+        raise UserError(
+            f"The kernel cache {folder} cannot be written ({error.strerror}); set SGL_MUSE_MEGA_CACHE to a folder "
+            "of yours, or build on a machine that can write it."
+        ) from error
+
+
+def _compile(compiler: Path, flags: list[str], target: str, instance: Instance, folder: Path, key: str) -> Artifact:
+    start = time.monotonic()
+    source = source_directory()
+    with tempfile.TemporaryDirectory(dir=folder, prefix=f"{key}.") as temporary:
+        work = Path(temporary)
+        (work / "instance.h").write_text(instance.header())
+        output = work / "output"
+        includes = [f"-I{work}", f"-I{source}"]
+        inputs = [str(source / "step.cu")]
+        if target == EMULATOR:
+            includes.insert(0, f"-I{source / 'emulator'}")
+            inputs = ["-x", "c++", *inputs, str(source / "emulator" / "machine.cpp")]
+        command = [str(compiler), *flags, *includes, *inputs, "-o", str(output)]
+        report = _run(command, "The kernels do not compile")
+        seconds = time.monotonic() - start
+        (work / "report").write_text(f"{_digest(output)}\n{seconds:.1f}\n{report}")
+        # The report names the digest of the finished output, so it goes last: an interrupted build is never a hit.
+        os.replace(output, folder / f"{key}.bin")
+        os.replace(work / "report", folder / f"{key}.txt")
+    return Artifact(folder / f"{key}.bin", report, seconds)
+
+
+def _cached(folder: Path, key: str) -> Artifact | None:
+    binary, report = folder / f"{key}.bin", folder / f"{key}.txt"
+    if not (binary.is_file() and report.is_file()):
+        return None
+    digest, _, text = report.read_text().split("\n", 2)
+    return Artifact(binary, text, 0.0) if digest == _digest(binary) else None
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds an advisory lock that the system releases when this process ends, however it ends."""
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _compiler(target: str) -> Path:
+    if target == EMULATOR:
+        host = find_host_compiler()
+        if host is None:
+            raise UserError("The emulator needs a C++ compiler and none was found; install g++ or set CXX.")
+        return host
+    nvcc = find_nvcc()
+    if nvcc.path is None:
+        raise UserError(
+            f"The kernels are compiled at first use and nvcc was not found ({nvcc.source}); install the CUDA toolkit "
+            "13.0 or `pip install nvidia-cuda-nvcc`, or set CUDA_HOME."
+        )
+    return nvcc.path
+
+
+def _flags(target: str) -> list[str]:
+    if target == EMULATOR:
+        return ["-std=c++20", "-O2", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas"]
+    number = target.removeprefix("sm_")
+    return ["-std=c++17", "-O3", f"-gencode=arch=compute_{number},code={target}", "-Xptxas", "-v", "-cubin"]
+
+
+def _sources(target: str) -> list[Path]:
+    source = source_directory()
+    folders = [source / "layer", source / ("emulator" if target == EMULATOR else "instr")]
+    files = [source / "step.cu"]
+    for folder in folders:
+        files += sorted(p for p in folder.rglob("*") if p.suffix in {".cuh", ".h", ".cpp"})
+    return files
+
+
+def _key(sources: list[Path], words: list[str], header: str) -> str:
+    digest = hashlib.sha256()
+    for text in (*words, header):
+        digest.update(text.encode() + b"\0")
+    for path in sources:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _run(command: list[str], failure: str) -> str:
+    environment = dict(os.environ)
+    # The nvcc wheel has no wrapper that finds its own tools when only the program is on PATH.
+    environment["PATH"] = os.pathsep.join([str(Path(command[0]).parent), environment.get("PATH", "")])
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    text = result.stdout + result.stderr
+    if result.returncode != 0:
+        shown = "\n".join(text.strip().splitlines()[:40])
+        raise UserError(f"{failure}: `{shutil.which(command[0]) or command[0]}` said:\n{shown}")
+    return text

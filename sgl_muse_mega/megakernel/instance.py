@@ -1,0 +1,343 @@
+"""One instantiation of the kernels: model sizes, SM count, row capacity and the tile shapes that follow from them.
+
+Everything a kernel knows at compile time is a field or a property here and reaches the device code through the header
+that `Instance.header` generates.
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+from sgl_muse_mega.config import TargetConfig
+from sgl_muse_mega.errors import UserError
+from sgl_muse_mega.megakernel import protocol
+
+BLOCK_ROWS = 64  # weight rows of a dense task
+WARP = 32
+MAX_ROWS = 16
+HOPPER_SHARED_BYTES = 232448  # opt-in shared memory of one CTA
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A dense product [n, k]: how it is cut into blocks of 64 rows and chunks of `chunk` inputs (schedule.cuh)."""
+
+    n: int
+    k: int
+    chunk: int
+    sms: int
+    element_bytes: int = 2
+    whole_k: bool = False
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.n // BLOCK_ROWS)
+
+    @property
+    def chunks(self) -> int:
+        return self.k // self.chunk
+
+    @property
+    def workers(self) -> int:
+        return min(self.blocks * self.chunks, self.sms)
+
+    def first_unit(self, worker: int) -> int:
+        return worker * self.blocks * self.chunks // self.workers
+
+    def worker_of(self, unit: int) -> int:
+        return ((unit + 1) * self.workers - 1) // (self.blocks * self.chunks)
+
+    @property
+    def parts(self) -> int:
+        """Most CTAs that share a block: the number of partial sums to keep per output."""
+        if self.whole_k:
+            return 1
+        ends = ((b * self.chunks, (b + 1) * self.chunks - 1) for b in range(self.blocks))
+        return max(self.worker_of(last) - self.worker_of(first) + 1 for first, last in ends)
+
+    @property
+    def stage_bytes(self) -> int:
+        return padded_rows(BLOCK_ROWS, self.chunk * self.element_bytes)
+
+    def partial_shape(self, row_cap: int) -> tuple[int, int, int, int]:
+        """f32 [blocks, parts, rows, 64]."""
+        return (self.blocks, self.parts, row_cap, BLOCK_ROWS)
+
+
+def padded_rows(rows: int, row_bytes: int) -> int:
+    """Shared-memory bytes of a chunk of `rows` rows (ring.cuh, row_offset)."""
+    return -(-rows // 2) * (2 * row_bytes + 64)
+
+
+def _largest(candidates: tuple[int, ...], divides: int) -> int | None:
+    return next((c for c in candidates if divides % c == 0), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """Sizes of one rank. `local_experts` of `experts` live here; `row_cap` is 8 or 16 rows per step."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    experts: int
+    local_experts: int
+    top_k: int
+    moe_hidden: int
+    moe_inter: int
+    vocab: int
+    nvfp4: bool
+    fp8_cache: bool
+    row_cap: int
+    sms: int
+    rms_eps: float
+    post_eps: float
+    routed_scaling: float
+    output_multiplier: float
+    softcap: float
+    attention_scale: float
+    math_warps: int = 8
+    kv_split: int = 128
+    head_dim: int = 64
+
+    @classmethod
+    def for_config(
+        cls,
+        config: TargetConfig,
+        *,
+        nvfp4: bool,
+        fp8_cache: bool,
+        row_cap: int,
+        sms: int,
+        local_experts: int | None = None,
+    ) -> "Instance":
+        """The instance of one rank that holds the whole model but `local_experts` of the experts.
+
+        Raises UserError, listing every size that the kernels cannot take.
+        """
+        instance = cls(
+            hidden=config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            experts=config.num_local_experts,
+            local_experts=config.num_local_experts if local_experts is None else local_experts,
+            top_k=config.num_experts_per_tok,
+            moe_hidden=config.moe_hidden_size,
+            moe_inter=config.moe_intermediate_size,
+            vocab=config.vocab_size,
+            nvfp4=nvfp4,
+            fp8_cache=fp8_cache,
+            row_cap=row_cap,
+            sms=sms,
+            rms_eps=config.rms_norm_eps,
+            post_eps=config.post_norm_eps,
+            routed_scaling=config.routed_scaling_factor,
+            output_multiplier=config.output_multiplier,
+            softcap=config.final_logit_softcapping,
+            attention_scale=config.attention_scale,
+            head_dim=config.head_dim,
+        )
+        instance.check()
+        return instance
+
+    def check(self) -> None:
+        """Raises UserError with all reasons why the kernels cannot be built for these sizes."""
+        wrong = [
+            (self.head_dim != 64, f"head_dim is {self.head_dim}, the kernels are written for 64"),
+            (self.row_cap not in (8, 16), f"the row capacity is {self.row_cap}, it can be 8 or 16"),
+            (self.heads % self.kv_heads != 0, f"{self.heads} heads do not share {self.kv_heads} KV heads evenly"),
+            (self.hidden % 64 != 0, f"hidden_size {self.hidden} is no multiple of 64"),
+            (self.moe_hidden % 64 != 0, f"moe_hidden_size {self.moe_hidden} is no multiple of 64"),
+            (self.moe_inter % 64 != 0, f"moe_intermediate_size {self.moe_inter} is no multiple of 64"),
+            (self.hidden > 16384, f"hidden_size {self.hidden} is above 16384"),
+            (self.experts % 4 != 0, f"{self.experts} experts are no multiple of 4"),
+            (self.experts > 1024, f"{self.experts} experts are more than 1024"),
+            (self.top_k > 32, f"{self.top_k} experts per token are more than 32"),
+        ]
+        reasons = [text for bad, text in wrong if bad]
+        if not reasons and self.stages < 3:
+            reasons.append(f"only {self.stages} ring stages fit into shared memory")
+        if reasons:
+            raise UserError("The layer kernel cannot serve this model: " + "; ".join(reasons) + ".")
+
+    # ---- dense products ----
+
+    def _dense(self, n: int, k: int, *, element_bytes: int = 2, whole_k: bool = False) -> Dense:
+        chunk = _largest((256, 128, 64) if element_bytes == 2 else (128, 64), k)
+        if chunk is None:
+            raise UserError(f"The layer kernel needs inputs in multiples of 64, this matrix is {n} x {k}.")
+        return Dense(n, k, chunk, self.sms, element_bytes, whole_k)
+
+    @property
+    def o_proj(self) -> Dense:
+        return self._dense(self.hidden, self.heads * self.head_dim)
+
+    @property
+    def router(self) -> Dense:
+        return self._dense(self.experts, self.hidden, element_bytes=4)
+
+    @property
+    def pre_proj(self) -> Dense:
+        return self._dense(self.moe_hidden, self.hidden)
+
+    @property
+    def post_proj(self) -> Dense:
+        return self._dense(self.hidden, self.moe_hidden)
+
+    @property
+    def qkv_proj(self) -> Dense:
+        return self._dense(2 * (self.heads + self.kv_heads) * self.head_dim, self.hidden)
+
+    @property
+    def lm_head(self) -> Dense:
+        return self._dense(self.vocab, self.hidden, whole_k=True)
+
+    # ---- experts ----
+
+    def _tiles(self, n_tiles: int, segments: int, k: int) -> tuple[int, int]:
+        """n64 tiles side by side in a task and k16 steps per stage, for NVFP4 weights."""
+        for tiles in (8, 4, 2, 1):
+            if self.math_warps % tiles or tiles % segments or n_tiles % tiles:
+                continue
+            per_warp = self.math_warps // tiles * 2
+            for steps in (8, 16, 4, 32, 2):
+                if steps % per_warp == 0 and (k // 16) % steps == 0 and steps * tiles <= 64:
+                    return tiles, steps
+        raise UserError(f"The layer kernel finds no tiling for NVFP4 experts of {n_tiles * 64} x {k}.")
+
+    @property
+    def gate_up_tiles(self) -> tuple[int, int]:
+        return self._tiles(2 * self.moe_inter // 64, 2, self.moe_hidden)
+
+    @property
+    def down_tiles(self) -> tuple[int, int]:
+        return self._tiles(self.moe_hidden // 64, 1, self.moe_inter)
+
+    @property
+    def gate_up_blocks(self) -> int:
+        """Gate/up tasks, and activation flags, of one expert."""
+        rows = self.gate_up_tiles[0] * 64 if self.nvfp4 else BLOCK_ROWS
+        return 2 * self.moe_inter // rows
+
+    # ---- shared memory ----
+
+    @property
+    def math_threads(self) -> int:
+        return self.math_warps * WARP
+
+    @property
+    def threads(self) -> int:
+        return self.math_threads + 3 * WARP
+
+    @property
+    def dense_products(self) -> tuple[Dense, ...]:
+        return (self.o_proj, self.router, self.pre_proj, self.post_proj, self.qkv_proj, self.lm_head)
+
+    @property
+    def _expert_chunks(self) -> tuple[int, int]:
+        return self._dense(1, self.moe_hidden).chunk, self._dense(1, self.moe_inter).chunk
+
+    @property
+    def stage_weight_bytes(self) -> int:
+        if self.nvfp4:
+            experts = max(tiles * steps * 576 for tiles, steps in (self.gate_up_tiles, self.down_tiles))
+        else:
+            experts = max(padded_rows(BLOCK_ROWS, chunk * 2) for chunk in self._expert_chunks)
+        return _round_up(max(experts, *(d.stage_bytes for d in self.dense_products)), 128)
+
+    @property
+    def stage_token_bytes(self) -> int:
+        chunks = [d.chunk for d in self.dense_products]
+        chunks += (
+            [steps * 16 for _, steps in (self.gate_up_tiles, self.down_tiles)] if self.nvfp4 else self._expert_chunks
+        )
+        return _round_up(max(padded_rows(self.row_cap, chunk * 2) for chunk in chunks), 128)
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.stage_weight_bytes + self.stage_token_bytes
+
+    @property
+    def reduce_bytes(self) -> int:
+        rows = self.math_warps // (BLOCK_ROWS // 16) * BLOCK_ROWS
+        if self.nvfp4:
+            rows = max(
+                rows, *(64 * tiles * (self.math_warps // tiles) for tiles, _ in (self.gate_up_tiles, self.down_tiles))
+            )
+        routing = (2 * self.experts + self.top_k) * 4
+        return _round_up(max(rows * (self.row_cap + 1) * 4, routing), 128)
+
+    @property
+    def table_bytes(self) -> int:
+        return _round_up(4 * self.local_experts * 4 + 4, 128)
+
+    @property
+    def stages(self) -> int:
+        fixed = 512 + self.table_bytes + self.reduce_bytes
+        return min(24, (HOPPER_SHARED_BYTES - fixed) // self.stage_bytes)
+
+    @property
+    def shared_offsets(self) -> dict[str, int]:
+        """Byte offsets in the CTA's shared memory; barriers, small tables, reduction buffer, ring."""
+        tables = 512
+        reduce = tables + self.table_bytes
+        ring = reduce + self.reduce_bytes
+        return {
+            "BARRIERS_AT": 0,  # full and empty barriers of each stage
+            "ROUTING_BARRIER_AT": 2 * 24 * 8,
+            "EPOCH_AT": 2 * 24 * 8 + 8,
+            "ROW_SUM_AT": 2 * 24 * 8 + 16,
+            "TABLES_AT": tables,
+            "REDUCE_AT": reduce,
+            "RING_AT": ring,
+            "SHARED_BYTES": ring + self.stages * self.stage_bytes,
+        }
+
+    # ---- the header ----
+
+    def header(self) -> str:
+        """Text of instance.h, the only file the kernels take sizes from."""
+        integers = {
+            "SMS": self.sms, "ROW_CAP": self.row_cap, "MATH_WARPS": self.math_warps, "MATH_THREADS": self.math_threads,
+            "THREADS": self.threads, "HIDDEN": self.hidden, "HEADS": self.heads, "KV_HEADS": self.kv_heads,
+            "HEAD_DIM": self.head_dim, "EXPERTS": self.experts, "LOCAL_EXPERTS": self.local_experts,
+            "TOP_K": self.top_k, "MOE_HIDDEN": self.moe_hidden, "MOE_INTER": self.moe_inter, "VOCAB": self.vocab,
+            "KV_SPLIT": self.kv_split, "STAGES": self.stages,
+        }  # fmt: skip
+        for name in ("o_proj", "router", "pre_proj", "post_proj", "qkv_proj", "lm_head"):
+            dense: Dense = getattr(self, name)
+            integers[f"{name.upper()}_CHUNK"] = dense.chunk
+            integers[f"{name.upper()}_PARTS"] = dense.parts
+        gate_up, down = (self.gate_up_tiles, self.down_tiles) if self.nvfp4 else ((0, 0), (0, 0))
+        integers |= {
+            "GATE_UP_TILES": gate_up[0], "GATE_UP_STEPS": gate_up[1], "DOWN_TILES": down[0], "DOWN_STEPS": down[1],
+            "GATE_UP_CHUNK": self._expert_chunks[0], "DOWN_CHUNK": self._expert_chunks[1],
+        }  # fmt: skip
+        offsets = self.shared_offsets | {"STAGE_WEIGHT_BYTES": self.stage_weight_bytes, "STAGE_BYTES": self.stage_bytes}
+        floats = {
+            "RMS_EPS": self.rms_eps, "POST_EPS": self.post_eps, "ROUTED_SCALING": self.routed_scaling,
+            "OUTPUT_MULTIPLIER": self.output_multiplier, "SOFTCAP": self.softcap,
+            "SCORE_SCALE_LOG2": self.attention_scale * _LOG2_E,
+        }  # fmt: skip
+        lines = [f"constexpr int {name} = {value};" for name, value in integers.items()]
+        lines += [f"constexpr uint32_t {name} = {value};" for name, value in offsets.items()]
+        lines += [f"constexpr float {name} = {value!r}f;" for name, value in floats.items()]
+        lines += [f"constexpr bool {name} = {str(value).lower()};"
+                  for name, value in (("NVFP4", self.nvfp4), ("FP8_CACHE", self.fp8_cache))]  # fmt: skip
+        return (
+            "// Generated by sgl_muse_mega.megakernel.instance; do not edit.\n#pragma once\n#include <cstdint>\n\n"
+            '#include "instr/core.cuh"\n\nnamespace cfg {\n' + "\n".join(lines) + "\n}  // namespace cfg\n\n"
+        ) + protocol.header()
+
+    def describe(self) -> str:
+        """One line for logs and cache entries."""
+        return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+
+    def max_splits(self, max_context: int, window: int | None) -> int:
+        """Most key splits a step can touch: the splits of the visible range plus the step's own rows."""
+        keys = max_context if window is None else min(max_context, window + self.row_cap)
+        return math.ceil(keys / self.kv_split) + 1
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,32 @@
+"""What a step needs from the machine it runs on: `cuda.CudaMachine` or `emulator.Emulator`."""
+
+from typing import Protocol
+
+import torch
+
+from sgl_muse_mega.megakernel.build import Progress
+from sgl_muse_mega.megakernel.instance import Instance
+from sgl_muse_mega.megakernel.protocol import Params
+
+
+class Module(Protocol):
+    """The three kernels of one instance."""
+
+    def launch(self, kernel: str, params: Params) -> None:
+        """Launches `kernel` ("embed_kernel", ...) on the current stream; it may overlap the end of the previous launch."""
+
+
+class Machine(Protocol):
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def sms(self) -> int: ...
+
+    @property
+    def deadline_ns(self) -> int: ...
+
+    def load(self, instance: Instance, progress: Progress = ...) -> Module: ...
+
+    def synchronize(self) -> None:
+        """Waits for all launches. Raises UserError with the fault record's sentence when a kernel gave up."""

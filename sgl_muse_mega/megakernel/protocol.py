@@ -1,0 +1,175 @@
+"""The hand-offs inside a launch and the launch parameters, as data that generates what the kernels include.
+
+A hand-off is a counter in global memory that only grows (modulo 2^32). Launch number e of a kernel (e = 0, 1, ...; the
+epoch, a word in device memory) adds `arrivals` to each of the kernel's counters and waits for (e + 1) * arrivals. How
+often a counter grows depends on the instance alone, never on rows, lengths or routing, so a graph can be replayed for
+ever without a reset, and the host can recompute every expected value. Gate/up tasks instead set a flag word to e + 1.
+Each kernel of an instance (embed, layer, head) has its own epoch, counters and flags.
+"""
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+COUNTER_STRIDE = 32  # words: one 128-byte line per counter, so that a poll never meets another counter's arrivals
+RECORD_WORDS = 8
+RECORD_COMPLETE = 0x6C61796572
+
+
+class Arrivals(Enum):
+    """How many arrivals a launch makes at a counter."""
+
+    EVERY_CTA = "cfg::SMS"
+    EVERY_ROW = "cfg::ROW_CAP"
+
+
+@dataclass(frozen=True, slots=True)
+class HandOff:
+    """A counter: who arrives, and what a reader may do once all have."""
+
+    name: str
+    arrivals: Arrivals
+    sentence: str  # ends "a CTA waited for ..." in a fault message
+
+
+COUNTERS: tuple[HandOff, ...] = (
+    HandOff("ATTENTION", Arrivals.EVERY_CTA, "the attention partials of all CTAs"),
+    HandOff("GATED", Arrivals.EVERY_CTA, "the gated attention rows"),
+    HandOff("O_PROJ", Arrivals.EVERY_CTA, "the parts of o_proj"),
+    HandOff("AFTER_ATTENTION", Arrivals.EVERY_ROW, "the rows after the attention boundary"),
+    HandOff("ROUTER", Arrivals.EVERY_CTA, "the parts of the router logits"),
+    HandOff("PRE_PROJ", Arrivals.EVERY_CTA, "the parts of pre_expert_proj"),
+    HandOff("EXPERT_INPUT", Arrivals.EVERY_ROW, "the normed expert rows"),
+    HandOff("ROUTED", Arrivals.EVERY_ROW, "the selected experts of all rows"),
+    HandOff("EXPERT_OUTPUT", Arrivals.EVERY_CTA, "the outputs of the experts"),
+    HandOff("COMBINED", Arrivals.EVERY_ROW, "the combined expert rows"),
+    HandOff("POST_PROJ", Arrivals.EVERY_CTA, "the parts of post_expert_proj"),
+    HandOff("AFTER_EXPERTS", Arrivals.EVERY_ROW, "the rows after the expert boundary"),
+    HandOff("QKV_PROJ", Arrivals.EVERY_CTA, "the parts of the next q, k, v and gate"),
+    HandOff("LOGITS", Arrivals.EVERY_CTA, "the best scores of all CTAs"),
+)
+
+# Waits that are no counters; numbered after them in fault records.
+SITES: tuple[tuple[str, str], ...] = (
+    ("RING_EMPTY", "a free stage of its own ring"),
+    ("RING_FULL", "a loaded stage of its own ring"),
+    ("ROUTING_TABLE", "its own table of active experts"),
+    ("EXPERT_ACTIVATION", "the activations of an expert"),
+)
+
+KERNELS: Mapping[str, tuple[str, ...]] = {
+    "embed": ("AFTER_EXPERTS", "QKV_PROJ"),
+    "layer": tuple(c.name for c in COUNTERS if c.name != "LOGITS"),
+    "head": ("AFTER_EXPERTS", "LOGITS"),
+}
+"""Which counters a launch of each kernel advances."""
+
+
+def expected(counter: HandOff, epoch: int, *, sms: int, row_cap: int) -> int:
+    """What a waiter of launch `epoch` expects at `counter` (modulo 2^32)."""
+    arrivals = sms if counter.arrivals is Arrivals.EVERY_CTA else row_cap
+    return (epoch + 1) * arrivals % 2**32
+
+
+# Launch parameters, in order: (name, C type). Shapes are in `tensors.py` and `step.py`.
+PARAMETERS: tuple[tuple[str, str], ...] = (
+    ("counters", "uint32_t*"), ("epoch", "uint32_t*"), ("flags", "uint32_t*"), ("fault_record", "uint64_t*"),
+    ("deadline_ns", "uint64_t"),
+    # inputs of the step
+    ("token_ids", "const int64_t*"), ("positions", "const int64_t*"), ("ancestors", "const uint32_t*"),
+    ("page_table", "const int32_t*"), ("length", "const int32_t*"), ("slots", "const int64_t*"),
+    ("next_slots", "const int64_t*"),
+    # caches of this layer and of the next
+    ("key_cache", "const void*"), ("value_cache", "const void*"),
+    ("next_key_cache", "void*"), ("next_value_cache", "void*"),
+    # activations
+    ("query", "uint16_t*"), ("gate", "uint16_t*"), ("attention_sums", "float*"), ("attention_state", "float*"),
+    ("gated", "uint16_t*"), ("o_partial", "float*"), ("stream", "float*"), ("router_input", "uint16_t*"),
+    ("router_partial", "float*"), ("router_logits", "float*"), ("pre_partial", "float*"),
+    ("expert_input", "uint16_t*"), ("route_ids", "int32_t*"), ("route_weights", "float*"),
+    ("activated", "uint16_t*"), ("expert_output", "float*"), ("combined", "uint16_t*"), ("post_partial", "float*"),
+    ("next_input", "uint16_t*"), ("qkv_partial", "float*"), ("tap", "uint16_t*"),
+    # weights
+    ("o_proj", "const void*"), ("attention_alpha", "const float*"), ("attention_beta", "const float*"),
+    ("pre_feedforward_norm", "const uint16_t*"), ("router", "const float*"), ("router_bias", "const float*"),
+    ("pre_expert_proj", "const void*"), ("pre_expert_norm", "const uint16_t*"),
+    ("gate_up", "const void*"), ("gate_up_block_scale", "const void*"), ("gate_scale", "const float*"),
+    ("up_scale", "const float*"), ("down", "const void*"), ("down_block_scale", "const void*"),
+    ("down_scale", "const float*"), ("post_expert_norm", "const uint16_t*"), ("post_expert_proj", "const void*"),
+    ("post_feedforward_norm", "const uint16_t*"), ("feedforward_alpha", "const float*"),
+    ("feedforward_beta", "const float*"), ("next_norm", "const uint16_t*"), ("next_qkv", "const void*"),
+    ("next_rope", "const float*"),
+    # both ends
+    ("embedding", "const uint16_t*"), ("lm_head", "const void*"), ("logits", "float*"),
+    ("best_scores", "float*"), ("best_ids", "int32_t*"), ("greedy_ids", "int64_t*"),
+    # numbers
+    ("tap_stride", "int64_t"), ("rows", "int32_t"), ("first_expert", "int32_t"), ("window", "int32_t"),
+    ("has_next", "int32_t"), ("max_splits", "int32_t"), ("rank", "int32_t"), ("launch", "int32_t"),
+    ("reserved", "int32_t"),
+)  # fmt: skip
+
+_C_TYPES = {"uint64_t": ctypes.c_uint64, "int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}
+
+
+def _ctype(c_type: str) -> type:
+    return ctypes.c_void_p if c_type.endswith("*") else _C_TYPES[c_type]
+
+
+class Params(ctypes.Structure):
+    """The parameter block of every kernel; pointers are device addresses (None: null)."""
+
+    _fields_ = tuple((name, _ctype(c_type)) for name, c_type in PARAMETERS)
+
+
+def header() -> str:
+    """C++ text of the parameter struct, the counters and the sites; `cfg` must be defined before it."""
+    fields = "\n".join(f"    {c_type} {name};" for name, c_type in PARAMETERS)
+    counters = ", ".join(c.name for c in COUNTERS)
+    sites = ", ".join(f"{name} = {len(COUNTERS) + i}" for i, (name, _) in enumerate(SITES))
+    cases = "".join(f"\n        case Counter::{c.name}: return {c.arrivals.value};" for c in COUNTERS)
+    return f"""\
+struct Params {{
+{fields}
+}};
+
+namespace protocol {{
+enum class Counter : uint32_t {{ {counters} }};
+enum class Site : uint32_t {{ {sites} }};
+constexpr int COUNTER_STRIDE = {COUNTER_STRIDE};
+constexpr uint64_t RECORD_COMPLETE = {RECORD_COMPLETE:#x}ull;
+DEVICE constexpr uint32_t arrivals(Counter counter) {{
+    switch (counter) {{{cases}
+    }}
+    return 0;
+}}
+}}  // namespace protocol
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultRecord:
+    """What the first thread that missed its deadline left in host memory."""
+
+    rank: int
+    cta: int
+    site: int
+    expected: int
+    seen: int
+    launch: int
+
+    @classmethod
+    def read(cls, words: list[int]) -> "FaultRecord | None":
+        """words: the RECORD_WORDS 64-bit words; None while no complete record is there."""
+        if words[7] != RECORD_COMPLETE:
+            return None
+        return cls(*words[1:7])
+
+    def sentence(self) -> str:
+        names = [(c.name, c.sentence) for c in COUNTERS] + list(SITES)
+        name, what = names[self.site] if self.site < len(names) else ("?", "something unknown")
+        return (
+            f"The layer kernel stopped: on rank {self.rank}, CTA {self.cta} of launch {self.launch} of the step waited "
+            f"past the deadline for {what} ({name}: expected {self.expected}, saw {self.seen}); restart the process "
+            "and report this line."
+        )
