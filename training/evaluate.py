@@ -48,7 +48,7 @@ def greedy(target: Target, examples: Examples) -> Examples:
     active = torch.arange(len(lengths), device=ids.device)
     while len(active):
         layout = Layout.of(lengths[active], pad_width(int(lengths[active].max())))
-        logits = target(layout.flatten(ids[active]).long(), layout).logits
+        logits = target(layout.flatten(ids[active, : layout.width]).long(), layout).logits
         token = logits[lengths[active].cumsum(0) - 1].argmax(-1)
         ids[active, lengths[active]] = token.to(ids.dtype)
         lengths[active] += 1

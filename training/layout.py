@@ -30,7 +30,9 @@ class Layout:
         return padded.unflatten(0, (batch, self.width))
 
     def flatten(self, padded: Tensor) -> Tensor:
-        """[B, T, ...] -> [N, ...]."""
+        """[B, T, ...] -> [N, ...]; raises ValueError when T is not this layout's width."""
+        if padded.shape[1] != self.width:
+            raise ValueError(f"a grid of width {padded.shape[1]} does not fit a layout of width {self.width}")
         return padded.flatten(0, 1).index_select(0, self.index)
 
 

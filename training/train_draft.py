@@ -20,7 +20,7 @@ DECAY = 0.85  # weight of slot t is DECAY ** (t - 1): a late slot only counts wh
 
 @dataclass(frozen=True, slots=True)
 class DraftSettings:
-    steps: int = 2000
+    steps: int = 800
     batch: int = 256
     anchors: int = 16  # blocks per sequence and step
     rate: float = 2e-3

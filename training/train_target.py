@@ -20,7 +20,7 @@ QUESTION_WEIGHT = 0.1
 
 @dataclass(frozen=True, slots=True)
 class TargetSettings:
-    steps: int = 4500
+    steps: int = 2100
     batch: int = 256
     rate: float = 2e-3
     bias_rate: float = 1e-3  # step of the selection bias towards even expert load

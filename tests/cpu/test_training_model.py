@@ -10,9 +10,12 @@ from sgl_muse_mega.reference.head import e1_embedding, o1_final_norm, o2_head, o
 from sgl_muse_mega.reference.numerics import Numerics, norm_absolute
 from sgl_muse_mega.reference.target import ReferenceLayer, Rows
 from training import sizes
+from training.data import Examples
 from training.draft_model import Blocks, Draft
+from training.evaluate import greedy
 from training.layout import Layout
 from training.model import Layer, Target, causal_mask
+from training.tokenizer import PAD
 from training.train_target import balance
 
 LENGTHS = (90, 71)  # both longer than the window of 64
@@ -143,3 +146,18 @@ def test_balancing_raises_the_bias_of_idle_experts_only(pair: tuple[Target, Draf
     assert torch.allclose(moved[busy], torch.tensor(-0.01), atol=1e-6)
     for layer, bias in zip(target.layers, before, strict=True):
         layer.router_bias.copy_(bias)
+
+
+def test_greedy_extends_each_prompt_by_its_own_argmax(pair: tuple[Target, Draft, Tensor, Layout]) -> None:
+    """Grids are wider than the layout of short prompts; every row must still read its own tokens."""
+    target, _, ids, layout = pair
+    grid = torch.full((2, 24), PAD, dtype=torch.int16)
+    grid[:, :12] = layout.pad(ids)[:, :12].to(torch.int16)
+    prompts = torch.tensor([9, 12])
+    generated = greedy(target, Examples(grid, torch.tensor([24, 24]), prompts))
+    for row, prompt in enumerate(prompts.tolist()):
+        text = generated.ids[row, : generated.lengths[row]].long()
+        assert torch.equal(text[:prompt], grid[row, :prompt].long())
+        whole = Layout.of(torch.tensor([len(text)]), 24)
+        logits = target(text, whole).logits[prompt - 1 : -1]
+        assert torch.equal(text[prompt:], logits.argmax(-1))
