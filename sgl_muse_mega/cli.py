@@ -1,5 +1,6 @@
 """The command line: options and exit codes. What the commands do is in `commands`."""
 
+import io
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -118,6 +119,10 @@ def doctor() -> None:
 
 def main() -> None:
     """Entry point. Exit codes: 0; 2 for input that cannot be served, with one sentence on stderr; 130 after Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        # a terminal that cannot show a character gets an escape, not a traceback
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(prog_name="sgl-muse-mega")
     except UserError as error:

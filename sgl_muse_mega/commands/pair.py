@@ -17,8 +17,8 @@ from sgl_muse_mega.reference.backend import KV_DTYPES, MAX_ROWS, ReferenceBacken
 DEFAULT_WIDTH = 8
 
 ONE_THREAD_HIDDEN_SIZE = 1024
-"""Up to this size threads mostly wait for each other: a step of the tiny pair's shape takes 35 to 48 ms on one thread, and
-285 to 670 ms on two of a two-core machine that also does something else."""
+"""Up to this size threads mostly wait for each other: a step of the tiny pair's shape takes 35 to 48 ms on one thread,
+and 285 to 670 ms on two threads of a two-core machine that also does something else."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,3 +1,4 @@
+import io
 import json
 import random
 import sys
@@ -143,6 +144,15 @@ def test_character_that_never_completes_is_shown_at_the_end(run: Run, monkeypatc
     code, out, _ = run("generate", "?", "--max-new-tokens", 4)
     assert code == 0
     assert out.splitlines()[0] == "ab\ufffd"
+
+
+def test_ascii_terminal_gets_escapes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    speaking_pair(monkeypatch, ["brûlée"])
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert run("generate", "Dessert?")[0] == 0
+    terminal.seek(0)
+    assert terminal.readline() == "br\\xfbl\\xe9e\n"
 
 
 def test_prompt_from_a_file_and_the_template(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
