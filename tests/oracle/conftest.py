@@ -1,0 +1,44 @@
+"""Comparisons with other projects' implementations; `run.sh` prepares their environment and starts them.
+
+They need SGLang and transformers, and SGLang decides at import time that it runs on a CPU, so they are not collected
+together with the other tests.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
+    collect_ignore_glob = ["test_*.py"]
+else:
+    import torch
+    from models import SEED, target_weights, write_target
+    from report import lines
+
+    from sgl_muse_mega.checkpoint.weights import TargetWeights
+
+    torch.set_num_threads(os.cpu_count() or 1)
+
+    def pytest_report_header() -> str:
+        return f"oracle comparisons: ORACLE_SEED={SEED}"
+
+    def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+        for item in items:
+            item.add_marker(pytest.mark.oracle)
+
+    def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.section("largest measured differences")
+        for line in lines():
+            terminalreporter.write_line(line)
+
+    @pytest.fixture(scope="session")
+    def weights() -> TargetWeights:
+        return target_weights()
+
+    @pytest.fixture(scope="session")
+    def checkpoint(weights: TargetWeights, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """The random target as a folder that both implementations load."""
+        directory = tmp_path_factory.mktemp("target") / "checkpoint"
+        write_target(directory, weights)
+        return directory
