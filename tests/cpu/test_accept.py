@@ -2,7 +2,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from scripted_backend import one_hot_block, walk
@@ -19,6 +19,7 @@ DRAWS = 20_000
 ROW = torch.tensor([1.1, 0.4, 1.1, -0.6, 0.9, -2.0])
 
 
+@settings(deadline=None)
 @given(st.integers(0, 6), st.integers(2, 9), st.data())
 def test_greedy_keeps_the_longest_matching_prefix(slots: int, vocab: int, data: st.DataObject) -> None:
     logits = torch.tensor(
@@ -139,6 +140,7 @@ def test_the_chi_square_catches_shared_coins() -> None:
 
 
 @pytest.mark.parametrize("u", [0.0, 1 - 2.0**-24])
+@settings(deadline=None)
 @given(
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5),
     st.sampled_from([SamplingParams(1.0, top_k=2), SamplingParams(0.5, top_p=0.5), SamplingParams(1.0, min_p=0.9)]),
@@ -188,6 +190,7 @@ def test_token_with_zero_proposal_probability_is_not_kept() -> None:
     assert accepted.drafts == 0
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=VOCAB, max_size=VOCAB), st.lists(st.floats(0, 1), min_size=3, max_size=3))
 def test_residual(p: list[float], q: list[float]) -> None:
     candidates = [4, 0, 4]

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_muse_mega.errors import UserError
@@ -31,6 +31,7 @@ def by_hand(logits: list[float], temperature: float, top_k: int, top_p: float, m
     return {i: weights[i] / mass for i in kept}
 
 
+@settings(deadline=None)
 @given(
     st.one_of(logits_rows, tied_rows),
     st.floats(0.05, 5),
@@ -56,6 +57,7 @@ def test_order_of_the_filters_matters() -> None:
     assert target_distribution(logits, SamplingParams(1.0, top_p=0.55)).count_nonzero() == 2
 
 
+@settings(deadline=None)
 @given(st.one_of(logits_rows, tied_rows), st.floats(0.1, 3))
 def test_single_survivor_is_the_argmax(row: list[float], temperature: float) -> None:
     logits = torch.tensor(row)
@@ -91,6 +93,7 @@ def test_broken_logits_are_reported(bad: float, params: SamplingParams) -> None:
         target_distribution(torch.full((3,), -float("inf")), params)
 
 
+@settings(deadline=None)
 @given(st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1)), min_size=1, max_size=20).filter(any), st.data())
 def test_draw_inverts_the_running_sum(weights: list[float], data: st.DataObject) -> None:
     u = data.draw(st.one_of(st.just(0.0), st.integers(0, 2**24 - 1).map(lambda n: n / 2**24)))
