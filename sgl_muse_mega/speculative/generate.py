@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+from torch import Tensor
+
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.speculative.accept import Accepted, accept_greedy, accept_sampled
 from sgl_muse_mega.speculative.backend import Backend
@@ -108,12 +110,7 @@ class Generation:
     def _prefill(self) -> StepEvent:
         start = time.perf_counter()
         logits = self._backend.prefill(self._prompt_ids)
-        if self._params.greedy:
-            token = argmax(logits)
-        else:
-            u = self._uniform(len(self._prompt_ids), Purpose.SAMPLE)
-            token = draw(target_distribution(logits, self._params), u)
-        tokens, reason = self._cut((token,))
+        tokens, reason = self._cut((self._choose(logits, len(self._prompt_ids)),))
         self._record(tokens, reason)
         self.stats.prefill_seconds = time.perf_counter() - start
         return StepEvent(0, tokens, 0, 0, reason)
@@ -121,9 +118,9 @@ class Generation:
     def _step(self) -> StepEvent:
         start = time.perf_counter()
         backend, stats = self._backend, self.stats
-        # A step of width w adds up to w tokens, the last at position length + w. Only the context may shrink it, not
-        # max_new_tokens: a shorter run of the same seed must be a prefix of a longer one, and a drawn last token would
-        # not be the drafted one.
+        # A step of width w adds up to w tokens, the last at position length + w. Only the context makes it narrower, not
+        # max_new_tokens: a narrower last step would draw the token at a position where a wider one accepts a draft, and
+        # a shorter run of the same seed would not be the beginning of a longer one.
         width = min(self._width, backend.max_context - 1 - backend.length)
         anchor = self.tokens[-1]
         draft_seconds = verify_seconds = 0.0
@@ -143,13 +140,12 @@ class Generation:
         logits = backend.verify([anchor, *drafts])
         verify_seconds += time.perf_counter() - before
 
-        if self._params.greedy:
+        if block is None:
+            accepted = Accepted(0, self._choose(logits[0], first))
+        elif self._params.greedy:
             accepted = accept_greedy(logits, drafts)
-        elif block is not None:
-            accepted = accept_sampled(logits, block, self._params, first, self._uniform)
         else:
-            u = self._uniform(first, Purpose.SAMPLE)
-            accepted = Accepted(0, draw(target_distribution(logits[0], self._params), u))
+            accepted = accept_sampled(logits, block, self._params, first, self._uniform)
         tokens, reason = self._cut((*drafts[: accepted.drafts], accepted.token))
 
         before = time.perf_counter()
@@ -163,6 +159,12 @@ class Generation:
         stats.verify_seconds += verify_seconds
         stats.host_seconds += time.perf_counter() - start - draft_seconds - verify_seconds
         return StepEvent(stats.steps, tokens, len(drafts), accepted.drafts, reason)
+
+    def _choose(self, logits: Tensor, position: int) -> int:
+        """The target's own token at a position without a draft; logits float32 [V]."""
+        if self._params.greedy:
+            return argmax(logits)
+        return draw(target_distribution(logits, self._params), self._uniform(position, Purpose.SAMPLE))
 
     def _cut(self, run: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """The part of a run up to and with the token that ends the text, and why it ends; the whole run otherwise."""
