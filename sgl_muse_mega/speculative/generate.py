@@ -118,9 +118,9 @@ class Generation:
     def _step(self) -> StepEvent:
         start = time.perf_counter()
         backend, stats = self._backend, self.stats
-        # A step of width w adds up to w tokens, the last at position length + w. Only the context makes it narrower, not
-        # max_new_tokens: a narrower last step would draw the token at a position where a wider one accepts a draft, and
-        # a shorter run of the same seed would not be the beginning of a longer one.
+        # A step of width w adds up to w tokens, the last at position length + w. Only the context makes it narrower and
+        # not max_new_tokens: a narrower last step would draw a token where a wider one accepts a draft, and a shorter
+        # run of the same seed would not be the beginning of a longer one.
         width = min(self._width, backend.max_context - 1 - backend.length)
         anchor = self.tokens[-1]
         draft_seconds = verify_seconds = 0.0
