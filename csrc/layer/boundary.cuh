@@ -31,17 +31,19 @@ DEVICE void embed_row(const Params& p, int row) {
 // A9, A10, F1: attention branch into the stream, and the norm before the experts.
 DEVICE void after_attention_row(const Params& p, int row) {
     using Columns = RowColumns<cfg::HIDDEN>;
-    float4 s[Columns::GROUPS] = {}, z[Columns::GROUPS] = {};
+    float4 s[Columns::GROUPS] = {};
+    uint2 z[Columns::GROUPS] = {};  // the branch is bf16: half the registers
     float squares = 0.f;
     for_columns<cfg::HIDDEN>([&](int i, int column) {
-        z[i] = Exchange::attention_branch(p, row, column);
+        const float4 branch = Exchange::attention_branch(p, row, column);
+        z[i] = pack_bf16x4(branch);
         s[i] = load_f32x4(p.stream + row * cfg::HIDDEN + column);
-        squares += square_sum(z[i]);
+        squares += square_sum(branch);
     });
     const float scale = reciprocal_root(row_sum(squares, 0) / cfg::HIDDEN + cfg::POST_EPS);
     squares = 0.f;
     for_columns<cfg::HIDDEN>([&](int i, int column) {
-        const float4 n = round_bf16(times(z[i], scale));
+        const float4 n = round_bf16(times(unpack_bf16x4(z[i]), scale));
         s[i] = gated_residual(p.attention_alpha + column, p.attention_beta + column, s[i], n);
         global_store(reinterpret_cast<float4*>(p.stream + row * cfg::HIDDEN + column), s[i]);
         squares += square_sum(s[i]);
@@ -56,18 +58,19 @@ DEVICE void after_attention_row(const Params& p, int row) {
 // F15, F16, tap, next A1: expert branch into the stream, and the next layer's input norm.
 DEVICE void after_experts_row(const Params& p, int row) {
     using Columns = RowColumns<cfg::HIDDEN>;
-    float4 s[Columns::GROUPS] = {}, z[Columns::GROUPS] = {};
+    float4 s[Columns::GROUPS] = {};
+    uint2 z[Columns::GROUPS] = {};  // the branch is bf16: half the registers
     float squares = 0.f;
     for_columns<cfg::HIDDEN>([&](int i, int column) {
         const float4 branch = Exchange::expert_branch(p, row, column);
-        z[i] = round_bf16(times(branch, centred_gamma(p.post_feedforward_norm + column)));
+        z[i] = pack_bf16x4(times(branch, centred_gamma(p.post_feedforward_norm + column)));
         s[i] = load_f32x4(p.stream + row * cfg::HIDDEN + column);
-        squares += square_sum(z[i]);
+        squares += square_sum(unpack_bf16x4(z[i]));
     });
     const float scale = reciprocal_root(row_sum(squares, 0) / cfg::HIDDEN + cfg::POST_EPS);
     squares = 0.f;
     for_columns<cfg::HIDDEN>([&](int i, int column) {
-        const float4 n = round_bf16(times(z[i], scale));
+        const float4 n = round_bf16(times(unpack_bf16x4(z[i]), scale));
         s[i] = gated_residual(p.feedforward_alpha + column, p.feedforward_beta + column, s[i], n);
         global_store(reinterpret_cast<float4*>(p.stream + row * cfg::HIDDEN + column), s[i]);
         if (p.tap != nullptr) store_bf16x4(p.tap + row * p.tap_stride + column, s[i]);

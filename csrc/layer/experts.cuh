@@ -10,11 +10,13 @@ namespace experts {
 
 struct GateUp {
     static constexpr int N = 2 * cfg::MOE_INTER, K = cfg::MOE_HIDDEN, SEGMENTS = 2;  // segments: gate rows, up rows
-    static constexpr int TILES = cfg::GATE_UP_TILES, STEPS = cfg::GATE_UP_STEPS, CHUNK = cfg::GATE_UP_CHUNK;
+    static constexpr int TILES = cfg::GATE_UP_TILES, STEPS = cfg::GATE_UP_STEPS, K_PARTS = cfg::GATE_UP_K_PARTS,
+                         CHUNK = cfg::GATE_UP_CHUNK;
 };
 struct Down {
     static constexpr int N = cfg::MOE_HIDDEN, K = cfg::MOE_INTER, SEGMENTS = 1;
-    static constexpr int TILES = cfg::DOWN_TILES, STEPS = cfg::DOWN_STEPS, CHUNK = cfg::DOWN_CHUNK;
+    static constexpr int TILES = cfg::DOWN_TILES, STEPS = cfg::DOWN_STEPS, K_PARTS = cfg::DOWN_K_PARTS,
+                         CHUNK = cfg::DOWN_CHUNK;
 };
 
 template <class G>
@@ -134,17 +136,20 @@ template <class G, int NT>
 DEVICE void accumulate_task(const Params& p, Ring& ring) {
     using S = Shape<G>;
     if constexpr (cfg::NVFP4) {
+        constexpr int BUSY_WARPS = G::TILES * G::K_PARTS;  // small experts leave warps without a share
+        const bool busy = BUSY_WARPS == cfg::MATH_WARPS || warp_index() < BUSY_WARPS;
         float acc[4][NT][4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) clear(acc[i]);
         for (int chunk = 0; chunk < S::CHUNKS; ++chunk) {
             ring.wait_full(p);
-            marlin::accumulate<G>(acc, ring.weights(), ring.tokens());
+            if (busy) marlin::accumulate<G>(acc, ring.weights(), ring.tokens());
             ring.release();
         }
         const int tile = warp_index() % G::TILES, k_part = warp_index() / G::TILES;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) park(acc[i], k_part * S::ROWS + tile * 64 + i * 16);
+        for (int i = 0; i < 4; ++i)
+            if (busy) park(acc[i], k_part * S::ROWS + tile * 64 + i * 16);
     } else {
         float acc[NT][4];
         clear(acc);
@@ -169,7 +174,7 @@ DEVICE void accumulate_rows(const Params& p, Ring& ring, int count) {
 
 template <class G>
 DEVICE float task_sum(int local, int column) {
-    constexpr int PARTS = cfg::NVFP4 ? cfg::MATH_WARPS / G::TILES : K_PARTS;
+    constexpr int PARTS = cfg::NVFP4 ? G::K_PARTS : K_PARTS;
     float sum = shared_load<float>(reduce_at(local, column));
 #pragma unroll
     for (int part = 1; part < PARTS; ++part)

@@ -117,8 +117,13 @@ DEVICE void accumulate_fp32(float (&acc)[NT][4], uint32_t weights, uint32_t toke
     }
 }
 
-// Runs this CTA's tasks of product G; finish(task, row, weight_row, value) gets every sum once, where row < p.rows and
-// weight_row < N. Threads hold consecutive weight rows, so stores of consecutive outputs coalesce.
+// After a task, 64 threads hold the sums of one row's 64 outputs; a thread has row `turn` times ROWS_AT_ONCE further
+// on.
+constexpr int ROWS_AT_ONCE = cfg::MATH_THREADS / BLOCK_ROWS;
+constexpr int ROW_TURNS = (cfg::ROW_CAP + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+
+// Runs this CTA's tasks of product G; finish(task, turn, row, weight_row, value) gets every sum once, where row <
+// p.rows and weight_row < N.
 template <class G, class Finish>
 DEVICE void run_dense(const Params& p, Ring& ring, Finish finish) {
     const int tile = warp_index() % BLOCK_TILES, k_part = warp_index() / BLOCK_TILES;
@@ -137,15 +142,17 @@ DEVICE void run_dense(const Params& p, Ring& ring, Finish finish) {
         }
         park(acc, k_part * BLOCK_ROWS + tile * 16);
         math_barrier();
-        for (int i = thread_index(); i < BLOCK_ROWS * p.rows; i += cfg::MATH_THREADS) {
-            const int local = i % BLOCK_ROWS, row = i / BLOCK_ROWS;
+        const int local = thread_index() % BLOCK_ROWS, weight_row = task.block * BLOCK_ROWS + local;
+#pragma unroll
+        for (int turn = 0; turn < ROW_TURNS; ++turn) {
+            const int row = thread_index() / BLOCK_ROWS + turn * ROWS_AT_ONCE;
+            if (row >= p.rows || weight_row >= G::N) continue;
             float sum = shared_load<float>(reduce_at(local, row));
 #pragma unroll
             for (int part = 1; part < K_PARTS; ++part) {
                 sum += shared_load<float>(reduce_at(part * BLOCK_ROWS + local, row));
             }
-            const int weight_row = task.block * BLOCK_ROWS + local;
-            if (weight_row < G::N) finish(task, row, weight_row, sum);
+            finish(task, turn, row, weight_row, sum);
         }
         math_barrier();
     }
@@ -154,7 +161,7 @@ DEVICE void run_dense(const Params& p, Ring& ring, Finish finish) {
 // The usual end: parts go to partial [blocks, PARTS, ROW_CAP, 64] f32, and one arrival publishes them.
 template <class G>
 DEVICE void run_dense_to(const Params& p, Ring& ring, float* partial, protocol::Counter counter) {
-    run_dense<G>(p, ring, [&](const DenseTask& task, int row, int weight_row, float sum) {
+    run_dense<G>(p, ring, [&](const DenseTask& task, int, int row, int weight_row, float sum) {
         global_store(
             partial + ((task.block * G::PARTS + task.part) * cfg::ROW_CAP + row) * BLOCK_ROWS + weight_row % BLOCK_ROWS,
             sum);

@@ -29,23 +29,18 @@ DEVICE Best nothing() { return Best{-infinity(), cfg::VOCAB}; }
 // The softcap is monotone, so the greedy token is taken from the scores before it.
 DEVICE void run_logits(const Params& p, Ring& ring) {
     static_assert(cfg::MATH_THREADS % BLOCK_ROWS == 0, "a thread keeps its rows from block to block");
-    constexpr int ROWS_AT_ONCE = cfg::MATH_THREADS / BLOCK_ROWS,
-                  TURNS = (cfg::ROW_CAP + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-    Best best[TURNS];
+    Best best[ROW_TURNS];
 #pragma unroll
-    for (int turn = 0; turn < TURNS; ++turn) best[turn] = nothing();
-    run_dense<LmHead>(p, ring, [&](const DenseTask&, int row, int id, float score) {
-#pragma unroll
-        for (int turn = 0; turn < TURNS; ++turn) {
-            if (row / ROWS_AT_ONCE == turn) best[turn].offer(score, id);
-        }
+    for (int turn = 0; turn < ROW_TURNS; ++turn) best[turn] = nothing();
+    run_dense<LmHead>(p, ring, [&](const DenseTask&, int turn, int row, int id, float score) {
+        best[turn].offer(score, id);
         const float scaled = score * cfg::OUTPUT_MULTIPLIER;
         const float logit = cfg::SOFTCAP > 0.f ? cfg::SOFTCAP * hyperbolic_tangent(scaled / cfg::SOFTCAP) : scaled;
         global_store(p.logits + static_cast<int64_t>(row) * cfg::VOCAB + id, logit);
     });
     // 64 threads, two warps, share the rows r = (thread / 64) + ROWS_AT_ONCE * turn.
 #pragma unroll
-    for (int turn = 0; turn < TURNS; ++turn) {
+    for (int turn = 0; turn < ROW_TURNS; ++turn) {
         best[turn].merge_warp();
         const int row = thread_index() / BLOCK_ROWS + ROWS_AT_ONCE * turn;
         if (lane_index() == 0 && row < p.rows) {

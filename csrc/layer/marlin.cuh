@@ -27,9 +27,10 @@ struct Stage {
     static constexpr int RUN = G::TILES / G::SEGMENTS;  // neighbouring tiles
     static constexpr int CODES = G::STEPS * G::TILES * TILE_BYTES;
     static constexpr int SCALES = G::STEPS * G::TILES * TILE_SCALES;
-    static constexpr int K_PARTS = cfg::MATH_WARPS / G::TILES;
+    static constexpr int K_PARTS = G::K_PARTS;
     static constexpr int WARP_STEPS = G::STEPS / K_PARTS;
-    static_assert(cfg::MATH_WARPS % G::TILES == 0 && G::STEPS % (2 * K_PARTS) == 0, "two steps at a time per warp");
+    static_assert(G::TILES * K_PARTS <= cfg::MATH_WARPS && G::STEPS % (2 * K_PARTS) == 0,
+                  "two steps at a time per warp");
 };
 
 // One run of neighbouring tiles of one step is one copy of codes and one of scales; lanes take (step, segment) pairs.

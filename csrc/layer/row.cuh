@@ -42,13 +42,16 @@ DEVICE float round_bf16(float value) { return bf16_to_float(float_to_bf16(value)
 DEVICE float4 round_bf16(const float4& v) {
     return float4{round_bf16(v.x), round_bf16(v.y), round_bf16(v.z), round_bf16(v.w)};
 }
-DEVICE float4 load_bf16x4(const uint16_t* address) {
-    const uint2 w = global_load(reinterpret_cast<const uint2*>(address));
+DEVICE uint2 pack_bf16x4(const float4& v) { return uint2{pack_bf16x2(v.x, v.y), pack_bf16x2(v.z, v.w)}; }
+DEVICE float4 unpack_bf16x4(const uint2& w) {
     return float4{bf16_to_float(w.x & 0xffffu), bf16_to_float(w.x >> 16), bf16_to_float(w.y & 0xffffu),
                   bf16_to_float(w.y >> 16)};
 }
+DEVICE float4 load_bf16x4(const uint16_t* address) {
+    return unpack_bf16x4(global_load(reinterpret_cast<const uint2*>(address)));
+}
 DEVICE void store_bf16x4(uint16_t* address, const float4& v) {
-    global_store(reinterpret_cast<uint2*>(address), uint2{pack_bf16x2(v.x, v.y), pack_bf16x2(v.z, v.w)});
+    global_store(reinterpret_cast<uint2*>(address), pack_bf16x4(v));
 }
 DEVICE float4 load_f32x4(const float* address) { return global_load(reinterpret_cast<const float4*>(address)); }
 

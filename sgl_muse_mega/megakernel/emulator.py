@@ -8,7 +8,7 @@ import torch
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.build import EMULATOR, Progress, build, quiet
 from sgl_muse_mega.megakernel.instance import Instance
-from sgl_muse_mega.megakernel.protocol import Params
+from sgl_muse_mega.megakernel.protocol import RECORD_WORDS, FaultRecord, Params
 
 _REPORT_BYTES = 1024
 
@@ -16,9 +16,10 @@ _REPORT_BYTES = 1024
 class EmulatedModule:
     """One compiled instance."""
 
-    def __init__(self, path: Path, seed: int) -> None:
+    def __init__(self, path: Path, seed: int, fault_record: torch.Tensor) -> None:
         self._library = ctypes.CDLL(str(path))
         self._seed = seed
+        self._fault_record = fault_record
 
     def launch(self, kernel: str, params: Params) -> None:
         """Runs one launch to its end. Raises UserError with the scheduler's reason when it cannot finish."""
@@ -27,7 +28,9 @@ class EmulatedModule:
         function.argtypes = [ctypes.POINTER(Params), ctypes.c_uint64, ctypes.c_char_p, ctypes.c_int]
         self._seed += 1
         if function(ctypes.byref(params), self._seed, report, _REPORT_BYTES):
-            raise UserError(f"The emulated {kernel} stopped: {report.value.decode()}.")
+            record = FaultRecord.read(self._fault_record.tolist())
+            why = f"The emulated {kernel} stopped: {report.value.decode()}."
+            raise UserError(why if record is None else f"{why} {record.sentence()}")
 
 
 class Emulator:
@@ -38,10 +41,11 @@ class Emulator:
 
     def __init__(self, sms: int = 4, seed: int = 0) -> None:
         self.sms = sms
+        self.fault_record = torch.zeros(RECORD_WORDS, dtype=torch.int64)
         self._seed = seed
 
     def load(self, instance: Instance, progress: Progress = quiet) -> EmulatedModule:
-        return EmulatedModule(build(instance, EMULATOR, progress).path, self._seed)
+        return EmulatedModule(build(instance, EMULATOR, progress).path, self._seed, self.fault_record)
 
     def synchronize(self) -> None:
         """Nothing is ever in flight."""

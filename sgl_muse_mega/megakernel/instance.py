@@ -4,6 +4,7 @@ Everything a kernel knows at compile time is a field or a property here and reac
 that `Instance.header` generates.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, fields
 
@@ -62,6 +63,15 @@ class Dense:
     def partial_shape(self, row_cap: int) -> tuple[int, int, int, int]:
         """f32 [blocks, parts, rows, 64]."""
         return (self.blocks, self.parts, row_cap, BLOCK_ROWS)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a task on NVFP4 experts is cut: n64 tiles side by side, k16 steps per stage, warps behind each other."""
+
+    tiles: int
+    steps: int
+    k_parts: int
 
 
 def padded_rows(rows: int, row_bytes: int) -> int:
@@ -194,29 +204,28 @@ class Instance:
 
     # ---- experts ----
 
-    def _tiles(self, n_tiles: int, segments: int, k: int) -> tuple[int, int]:
-        """n64 tiles side by side in a task and k16 steps per stage, for NVFP4 weights."""
-        for tiles in (8, 4, 2, 1):
-            if self.math_warps % tiles or tiles % segments or n_tiles % tiles:
-                continue
-            per_warp = self.math_warps // tiles * 2
-            for steps in (8, 16, 4, 32, 2):
-                if steps % per_warp == 0 and (k // 16) % steps == 0 and steps * tiles <= 64:
-                    return tiles, steps
-        raise UserError(f"The layer kernel finds no tiling for NVFP4 experts of {n_tiles * 64} x {k}.")
+    def _tiles(self, n_tiles: int, segments: int, k: int) -> Tiles:
+        """The tiling with the most busy warps, then the widest runs in memory, then stages near 36 KiB."""
+        found = []
+        for tiles, k_parts, steps in itertools.product((8, 4, 2, 1), (1, 2, 4), (4, 8, 12, 16, 32)):
+            fits = tiles * k_parts <= self.math_warps and steps * tiles <= 64
+            divides = n_tiles % tiles == 0 and tiles % segments == 0 and (k // 16) % steps == 0
+            if fits and divides and steps % (2 * k_parts) == 0:
+                found.append((tiles * k_parts, tiles, steps, Tiles(tiles, steps, k_parts)))
+        return max(found)[3]  # a run of one tile with four steps always fits
 
     @property
-    def gate_up_tiles(self) -> tuple[int, int]:
+    def gate_up_tiles(self) -> Tiles:
         return self._tiles(2 * self.moe_inter // 64, 2, self.moe_hidden)
 
     @property
-    def down_tiles(self) -> tuple[int, int]:
+    def down_tiles(self) -> Tiles:
         return self._tiles(self.moe_hidden // 64, 1, self.moe_inter)
 
     @property
     def gate_up_blocks(self) -> int:
         """Gate/up tasks, and activation flags, of one expert."""
-        rows = self.gate_up_tiles[0] * 64 if self.nvfp4 else BLOCK_ROWS
+        rows = self.gate_up_tiles.tiles * 64 if self.nvfp4 else BLOCK_ROWS
         return 2 * self.moe_inter // rows
 
     # ---- shared memory ----
@@ -240,7 +249,7 @@ class Instance:
     @property
     def stage_weight_bytes(self) -> int:
         if self.nvfp4:
-            experts = max(tiles * steps * 576 for tiles, steps in (self.gate_up_tiles, self.down_tiles))
+            experts = max(t.tiles * t.steps * 576 for t in (self.gate_up_tiles, self.down_tiles))
         else:
             experts = max(padded_rows(BLOCK_ROWS, chunk * 2) for chunk in self._expert_chunks)
         return _round_up(max(experts, *(d.stage_bytes for d in self.dense_products)), 128)
@@ -248,9 +257,7 @@ class Instance:
     @property
     def stage_token_bytes(self) -> int:
         chunks = [d.chunk for d in self.dense_products]
-        chunks += (
-            [steps * 16 for _, steps in (self.gate_up_tiles, self.down_tiles)] if self.nvfp4 else self._expert_chunks
-        )
+        chunks += [t.steps * 16 for t in (self.gate_up_tiles, self.down_tiles)] if self.nvfp4 else self._expert_chunks
         return _round_up(max(padded_rows(self.row_cap, chunk * 2) for chunk in chunks), 128)
 
     @property
@@ -261,9 +268,7 @@ class Instance:
     def reduce_bytes(self) -> int:
         rows = self.math_warps // (BLOCK_ROWS // 16) * BLOCK_ROWS
         if self.nvfp4:
-            rows = max(
-                rows, *(64 * tiles * (self.math_warps // tiles) for tiles, _ in (self.gate_up_tiles, self.down_tiles))
-            )
+            rows = max(rows, *(64 * t.tiles * t.k_parts for t in (self.gate_up_tiles, self.down_tiles)))
         routing = (2 * self.experts + self.top_k) * 4
         return _round_up(max(rows * (self.row_cap + 1) * 4, routing), 128)
 
@@ -308,9 +313,10 @@ class Instance:
             dense: Dense = getattr(self, name)
             integers[f"{name.upper()}_CHUNK"] = dense.chunk
             integers[f"{name.upper()}_PARTS"] = dense.parts
-        gate_up, down = (self.gate_up_tiles, self.down_tiles) if self.nvfp4 else ((0, 0), (0, 0))
+        gate_up, down = self.gate_up_tiles, self.down_tiles
         integers |= {
-            "GATE_UP_TILES": gate_up[0], "GATE_UP_STEPS": gate_up[1], "DOWN_TILES": down[0], "DOWN_STEPS": down[1],
+            "GATE_UP_TILES": gate_up.tiles, "GATE_UP_STEPS": gate_up.steps, "GATE_UP_K_PARTS": gate_up.k_parts,
+            "DOWN_TILES": down.tiles, "DOWN_STEPS": down.steps, "DOWN_K_PARTS": down.k_parts,
             "GATE_UP_CHUNK": self._expert_chunks[0], "DOWN_CHUNK": self._expert_chunks[1],
         }  # fmt: skip
         offsets = self.shared_offsets | {"STAGE_WEIGHT_BYTES": self.stage_weight_bytes, "STAGE_BYTES": self.stage_bytes}

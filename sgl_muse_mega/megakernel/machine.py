@@ -3,6 +3,7 @@
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from sgl_muse_mega.megakernel.build import Progress
 from sgl_muse_mega.megakernel.instance import Instance
@@ -13,7 +14,7 @@ class Module(Protocol):
     """The three kernels of one instance."""
 
     def launch(self, kernel: str, params: Params) -> None:
-        """Launches `kernel` ("embed_kernel", ...) on the current stream; it may overlap the end of the previous launch."""
+        """Launches `kernel` ("embed_kernel", ...) on the current stream; it may overlap the previous launch's end."""
 
 
 class Machine(Protocol):
@@ -25,6 +26,10 @@ class Machine(Protocol):
 
     @property
     def deadline_ns(self) -> int: ...
+
+    @property
+    def fault_record(self) -> Tensor:
+        """int64 [RECORD_WORDS] in host memory that the kernels can write."""
 
     def load(self, instance: Instance, progress: Progress = ...) -> Module: ...
 

@@ -77,8 +77,6 @@ class Step:
         self._rope = {theta: rope_table(theta, max_context + row_cap, config.head_dim, device) for theta in thetas}
         self._caches: list[tuple[Tensor, Tensor]] = []
         self._kv_dtype = CACHE_DTYPES[kv_dtype]
-        pinned = device.type == "cuda"
-        self.fault_record = torch.zeros(protocol.RECORD_WORDS, dtype=torch.int64, pin_memory=pinned)
 
     def use_caches(self, caches: list[tuple[Tensor, Tensor]]) -> None:
         """Binds (keys, values) per layer. Raises UserError when they are not what the kernels read."""
@@ -161,7 +159,7 @@ class Step:
         ):
             for name in names:
                 setattr(params, name, getattr(source, name).data_ptr())
-        params.fault_record = self.fault_record.data_ptr()
+        params.fault_record = self.machine.fault_record.data_ptr()
         params.deadline_ns = self.machine.deadline_ns
         params.max_splits = self.max_splits
         params.rows, params.rank, params.launch = rows, self.rank, launch

@@ -1,0 +1,125 @@
+"""Checks every stage of the kernels against the reference on this machine, and prints one line per case.
+
+python benchmark/layer_check.py --sizes tiny --rows 1-16 --contexts 0,63,64,65 --kv bf16,fp8 --json out.json
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_muse_mega.config import TargetConfig
+from sgl_muse_mega.megakernel import stage_check
+from sgl_muse_mega.megakernel.emulator import Emulator
+from sgl_muse_mega.megakernel.machine import Machine
+from sgl_muse_mega.megakernel.random_step import RandomStep, random_weights, spark_config, tiny_config
+
+
+def model(name: str) -> tuple[TargetConfig, int | None]:
+    """Configuration of a named case and how many experts live here (None: all); "-bf16" means BF16 experts."""
+    kind, _, experts = name.partition("-")
+    nvfp4 = experts != "bf16"
+    if kind == "tiny":
+        return tiny_config(nvfp4=nvfp4), None
+    if kind == "odd":
+        config = tiny_config(
+            nvfp4=nvfp4, hidden_size=320, num_attention_heads=6, num_key_value_heads=3, moe_hidden_size=192,
+            moe_intermediate_size=320, num_local_experts=20, num_experts_per_tok=5, vocab_size=777,
+        )  # fmt: skip
+        return config, None
+    return spark_config(2, nvfp4=nvfp4), 64 if nvfp4 else 32
+
+
+def check_case(case: RandomStep, rows: int, length: int, seed: int) -> list[tuple[str, stage_check.StageResult]]:
+    """One whole step over poisoned buffers, all stages."""
+    step, caches = case.step, case.caches
+    case.fill(length, seed)
+    step.activations.poison()
+    step.launch_embed(rows)
+    step.machine.synchronize()
+    results = [("embed", r) for r in stage_check.embed_results(step, rows, caches)]
+    for index in range(len(step.weights.layers)):
+        check = stage_check.LayerCheck(step, index, rows, caches)
+        step.launch_layer(index, rows)
+        step.machine.synchronize()
+        results += [(f"layer {index}", r) for r in check.run()]
+    step.launch_head(rows)
+    step.machine.synchronize()
+    return results + [("head", r) for r in stage_check.head_results(step, rows)]
+
+
+def numbers(text: str) -> list[int]:
+    """ "1-3,8" -> [1, 2, 3, 8]."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--machine", choices=("cuda", "emulator"), default="cuda")
+    parser.add_argument("--sizes", default="tiny", help="tiny, odd or full, with -bf16 for BF16 experts")
+    parser.add_argument("--rows", type=numbers, default=numbers("1-16"))
+    parser.add_argument("--contexts", type=numbers, default=numbers("0,63,64,65,300"))
+    parser.add_argument("--kv", default="bf16,fp8")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.machine == "cuda":
+        from sgl_muse_mega.megakernel.cuda import CudaMachine
+
+        machine: Machine = CudaMachine()
+    else:
+        machine = Emulator(seed=arguments.seed)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    config, local_experts = model(arguments.sizes)
+    first_expert = local_experts or 0
+    weights = random_weights(
+        config, arguments.seed, machine.device, first_expert=first_expert, local_experts=local_experts
+    )
+    record: list[dict[str, Any]] = []
+    failures = 0
+    worst: dict[str, stage_check.StageResult] = {}
+    for kv_dtype in arguments.kv.split(","):
+        for row_cap in (8, 16):
+            wanted = [rows for rows in arguments.rows if (rows <= 8) == (row_cap == 8)]
+            if not wanted:
+                continue
+            case = RandomStep.create(
+                config, weights, machine, row_cap=row_cap, max_context=max(arguments.contexts), kv_dtype=kv_dtype
+            )
+            for rows in wanted:
+                for length in arguments.contexts:
+                    start = time.monotonic()
+                    results = check_case(case, rows, length, arguments.seed + 31 * rows + length)
+                    bad = [(where, r) for where, r in results if not r.passed]
+                    failures += bool(bad)
+                    for _, r in results:
+                        if r.name not in worst or not r.cosine >= worst[r.name].cosine:
+                            worst[r.name] = r
+                    record += [
+                        {"kv": kv_dtype, "rows": rows, "length": length, "where": where, "stage": r.name,
+                         "cosine": r.cosine, "relative_rms": r.relative_rms, "worst": r.worst}
+                        for where, r in results
+                    ]  # fmt: skip
+                    if bad:
+                        shown = "; ".join(f"{w} {b.name} cosine {b.cosine:.6f}" for w, b in bad[:4])
+                        print(f"FAIL {kv_dtype} rows {rows} context {length}: {shown}", flush=True)
+                    elif time.monotonic() - start > 5:
+                        print(f"ok   {kv_dtype} rows {rows} context {length}", flush=True)
+    print(f"{arguments.sizes}: {len(record)} stage comparisons, {failures} failing cases; worst per stage:")
+    for name, r in worst.items():
+        print(f"  {name:30s} cosine {r.cosine:.7f}  relative rms {r.relative_rms:.2e}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(record))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""The GPU: cubins through NVIDIA's cuda-bindings, launched on torch's current stream."""
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_muse_mega.errors import UserError
+from sgl_muse_mega.megakernel.build import HOPPER, KERNEL_NAMES, Progress, build, quiet
+from sgl_muse_mega.megakernel.instance import Instance
+from sgl_muse_mega.megakernel.protocol import RECORD_WORDS, FaultRecord, Params
+
+DEADLINE_SECONDS = 5.0
+
+
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver  # type: ignore[import-untyped, unused-ignore]
+    except ImportError as error:
+        raise UserError(
+            "The kernels are launched through cuda-bindings, which is not installed; "
+            "run `pip install 'sgl-muse-mega[cuda]'`."
+        ) from error
+    return driver
+
+
+def _checked(result: tuple[Any, ...], what: str) -> Any:
+    """Unpacks a driver call. Raises UserError unless it succeeded."""
+    code, *values = result
+    if int(code) != 0:
+        raise UserError(f"The CUDA driver could not {what}: {code.name}.")
+    return values[0] if len(values) == 1 else values
+
+
+class CudaModule:
+    """One compiled instance, loaded eagerly: a lazy load would wait for kernels that spin."""
+
+    def __init__(self, path: Path, instance: Instance) -> None:
+        driver = self._driver = _driver()
+        self._instance = instance
+        image = path.read_bytes()
+        self._module = _checked(driver.cuModuleLoadData(image), f"load {path}")
+        self._functions: dict[str, Any] = {}
+        shared = instance.shared_offsets["SHARED_BYTES"]
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        for name in KERNEL_NAMES:
+            function = _checked(driver.cuModuleGetFunction(self._module, name.encode()), f"find {name}")
+            _checked(driver.cuFuncSetAttribute(function, attribute, shared), f"give {name} {shared} bytes of memory")
+            blocks = _checked(
+                driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, instance.threads, shared), "ask occupancy"
+            )
+            if blocks < 1:
+                raise UserError(
+                    f"A CTA of {name} ({instance.threads} threads, {shared} bytes of shared memory) does not fit an SM "
+                    "of this GPU; the kernels need one resident CTA per SM."
+                )
+            self._functions[name] = function
+
+    def launch(self, kernel: str, params: Params) -> None:
+        """One CTA per SM on torch's current stream, with programmatic dependent launch."""
+        driver = self._driver
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = self._instance.sms, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._instance.threads, 1, 1
+        config.sharedMemBytes = self._instance.shared_offsets["SHARED_BYTES"]
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs = [attribute]
+        config.numAttrs = 1
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        _checked(
+            driver.cuLaunchKernelEx(config, self._functions[kernel], ctypes.addressof(pointers), 0), f"launch {kernel}"
+        )
+
+
+class CudaMachine:
+    """One GPU of this process."""
+
+    def __init__(self, device: torch.device | str = "cuda", deadline_seconds: float = DEADLINE_SECONDS) -> None:
+        """Raises UserError without a Hopper GPU."""
+        if not torch.cuda.is_available():
+            raise UserError("The backend 'cuda' needs a GPU and torch finds none; use --backend reference.")
+        device = torch.device(device)
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        properties = torch.cuda.get_device_properties(self.device)
+        if (properties.major, properties.minor) != (9, 0):
+            raise UserError(
+                f"The kernels are built for compute capability 9.0 (H100, H200) and this is a {properties.name} with "
+                f"{properties.major}.{properties.minor}; use --backend reference."
+            )
+        self.sms = properties.multi_processor_count
+        self.deadline_ns = int(deadline_seconds * 1e9)
+        torch.zeros(1, device=self.device)  # makes torch's primary context current for the driver calls
+        self.fault_record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=True)
+
+    def load(self, instance: Instance, progress: Progress = quiet) -> CudaModule:
+        artifact = build(instance, HOPPER, progress)
+        artifact.check_spills()
+        return CudaModule(artifact.path, instance)
+
+    def synchronize(self) -> None:
+        """Waits for everything. Raises UserError with the sentence of a kernel that gave up waiting."""
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            record = FaultRecord.read(self.fault_record.tolist())
+            if record is None:
+                raise
+            raise UserError(record.sentence()) from error

@@ -1,0 +1,198 @@
+"""Steps over random weights and random contexts, for checks and benchmarks without a checkpoint."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sgl_muse_mega.checkpoint.random_weights import random_layer
+from sgl_muse_mega.config import QuantizationConfig, TargetConfig
+from sgl_muse_mega.megakernel.machine import Machine
+from sgl_muse_mega.megakernel.step import CACHE_DTYPES, Step
+from sgl_muse_mega.megakernel.weights import KernelLayer, KernelWeights, prepare_layer
+
+NVFP4 = QuantizationConfig(quant_algo="NVFP4", group_size=16, exclude=())
+
+
+def spark_config(
+    layers: int = 2, *, nvfp4: bool = True, experts: int = 256, heads: int = 32, **sizes: int
+) -> TargetConfig:
+    """Muse Spark's sizes with the heads of one rank of four; `sizes` replaces fields by their HF names.
+
+    Layers alternate between sliding and full attention, so that two of them show both.
+    """
+    fields: dict[str, object] = {
+        "vocab_size": 4096,
+        "hidden_size": 8192,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, heads // 8),
+        "head_dim": 64,
+        "max_position_embeddings": 1 << 20,
+        "rms_norm_eps": 1e-5,
+        "post_norm_eps": 1e-8,
+        "sliding_window": 2048,
+        "layer_types": tuple("full_attention" if i % 2 else "sliding_attention" for i in range(layers)),
+        "layer_rope_theta": tuple(0.0 if i % 2 else 500000.0 for i in range(layers)),
+        "moe_hidden_size": 4096,
+        "moe_intermediate_size": 4096,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 8,
+        "routed_scaling_factor": 1.0,
+        "qk_scale_factor": 5.4730064863875,
+        "output_multiplier": 0.17677669529663687,
+        "final_logit_softcapping": 20.0,
+        "residual_gate_temperature": 0.3,
+        "eos_token_ids": (1,),
+        "quantization": NVFP4 if nvfp4 else None,
+    }
+    return TargetConfig.model_validate(fields | sizes)
+
+
+def tiny_config(layers: int = 3, *, nvfp4: bool = True, **sizes: int) -> TargetConfig:
+    """A model small enough for the emulator; the window is shorter than the contexts worth testing."""
+    small: dict[str, int] = {
+        "vocab_size": 512, "hidden_size": 256, "moe_hidden_size": 128, "moe_intermediate_size": 128,
+        "num_key_value_heads": 2, "sliding_window": 64, "num_experts_per_tok": 4, "max_position_embeddings": 16384,
+    }  # fmt: skip
+    return spark_config(layers, nvfp4=nvfp4, experts=16, heads=8, **(small | sizes))
+
+
+def random_weights(
+    config: TargetConfig, seed: int, device: torch.device, *, first_expert: int = 0, local_experts: int | None = None
+) -> KernelWeights:
+    """Every tensor away from its neutral value; layer i depends on the seed and i alone.
+
+    With `local_experts` given, experts are drawn directly in the kernels' layout, which is what makes full-size layers
+    quick to build.
+    """
+    layers = []
+    for index in range(config.num_hidden_layers):
+        if local_experts is None:
+            layers.append(prepare_layer(config, random_layer(config, index, seed * 1000 + index + 1, device)))
+        else:
+            layers.append(_direct_layer(config, index, seed, device, first_expert, local_experts))
+    generator = torch.Generator(device).manual_seed(seed)
+    vocabulary = (config.vocab_size, config.hidden_size)
+
+    def normal(*shape: int, std: float) -> Tensor:
+        return (torch.randn(*shape, generator=generator, device=device) * std).to(torch.bfloat16)
+
+    return KernelWeights(
+        embedding=normal(*vocabulary, std=1.0),
+        layers=tuple(layers),
+        final_norm=1 + normal(config.hidden_size, std=0.1),
+        lm_head=normal(*vocabulary, std=4 * config.hidden_size**-0.5),
+    )
+
+
+def _direct_layer(
+    config: TargetConfig, index: int, seed: int, device: torch.device, first_expert: int, local: int
+) -> KernelLayer:
+    m, inner = config.moe_hidden_size, config.moe_intermediate_size
+    one = TargetConfig.model_validate(config.model_dump() | {"moe_hidden_size": 64, "moe_intermediate_size": 64})
+    layer = random_layer(one, index, seed * 1000 + index + 1, device)  # everything but the latent sizes
+    generator = torch.Generator(device).manual_seed(seed * 7919 + index)
+
+    def normal(*shape: int, std: float) -> Tensor:
+        return (torch.randn(*shape, generator=generator, device=device) * std).to(torch.bfloat16)
+
+    layer = replace(
+        layer,
+        pre_expert_proj=normal(m, config.hidden_size, std=config.hidden_size**-0.5),
+        pre_expert_norm=normal(m, std=0.1),
+        post_expert_norm=normal(m, std=0.1),
+        post_expert_proj=normal(config.hidden_size, m, std=m**-0.5),
+        first_expert=first_expert,
+    )
+    prepared = prepare_layer(config, layer)
+    if not config.nvfp4_experts(index):
+        gate_up = torch.stack([normal(2 * inner, m, std=m**-0.5) for _ in range(local)])
+        down = torch.stack([normal(m, inner, std=inner**-0.5) for _ in range(local)])
+        return replace(prepared, gate_up=gate_up, down=down)
+
+    def words(*shape: int) -> Tensor:
+        return torch.randint(-(2**31), 2**31, shape, generator=generator, device=device, dtype=torch.int32)
+
+    def scales(*shape: int) -> Tensor:  # E5M3 bytes of block scales between 1/4 and 4
+        exponent = torch.randint(20, 24, shape, generator=generator, device=device, dtype=torch.uint8)
+        mantissa = torch.randint(0, 8, shape, generator=generator, device=device, dtype=torch.uint8)
+        stored: Tensor = (exponent * 8 + mantissa).view(torch.float8_e4m3fn)
+        return stored
+
+    def global_scale(k: int) -> Tensor:  # code times block scale has a root mean square near 4.6
+        return (torch.rand(local, generator=generator, device=device) + 0.5) * (k**-0.5 / 4.6)
+
+    return replace(
+        prepared,
+        gate_up=words(local, m // 16, 4 * inner),
+        down=words(local, inner // 16, 2 * m),
+        gate_up_block_scale=scales(local, m // 16, 2 * inner),
+        down_block_scale=scales(local, inner // 16, m),
+        gate_scale=global_scale(m),
+        up_scale=global_scale(m),
+        down_scale=global_scale(inner),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RandomStep:
+    """A step with caches of `slots` slots per layer."""
+
+    step: Step
+    caches: list[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def create(
+        cls,
+        config: TargetConfig,
+        weights: KernelWeights,
+        machine: Machine,
+        *,
+        row_cap: int,
+        max_context: int,
+        kv_dtype: str,
+    ) -> "RandomStep":
+        taps = tuple(range(0, config.num_hidden_layers, 2))
+        step = Step(config, weights, machine, row_cap=row_cap, max_context=max_context, kv_dtype=kv_dtype, taps=taps)
+        shape = (max_context + row_cap + 17, config.num_key_value_heads, config.head_dim)
+        dtype = CACHE_DTYPES[kv_dtype]
+        caches = [
+            (
+                torch.empty(shape, dtype=dtype, device=machine.device),
+                torch.empty(shape, dtype=dtype, device=machine.device),
+            )
+            for _ in weights.layers
+        ]
+        step.use_caches(caches)
+        return cls(step, caches)
+
+    def fill(self, length: int, seed: int) -> None:
+        """A context of `length` random keys and values at random slots, and random tokens after it.
+
+        Everything that no committed position owns is NaN, and page-table entries past the context are out of range.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        inputs, device = self.step.inputs, self.step.machine.device
+        rows = len(inputs.token_ids)
+        inputs.token_ids.copy_(torch.randint(0, self.step.config.vocab_size, (rows,), generator=generator))
+        inputs.positions.copy_(length + torch.arange(rows))
+        inputs.length.fill_(length)
+        slots = self.caches[0][0].shape[0]
+        for pages, own in (
+            (inputs.full_pages, inputs.full_slots),
+            (inputs.sliding_pages, inputs.sliding_slots),
+        ):
+            order = torch.randperm(slots - 1, generator=generator)[: length + rows] + 1
+            pages.fill_(2**30)
+            pages[:length] = order[:length].to(device, torch.int32)
+            own.copy_(order[length:])
+        gpu = torch.Generator(device).manual_seed(seed)
+        for index, pair in enumerate(self.caches):
+            full = self.step.config.is_full(index)
+            where = (inputs.full_pages if full else inputs.sliding_pages)[:length].long()
+            for cache in pair:
+                content = torch.randn(length, *cache.shape[1:], generator=gpu, device=device).to(cache.dtype)
+                bits = cache.view(torch.uint8)
+                bits.fill_(0xFF)
+                bits[where] = content.view(torch.uint8)
