@@ -121,7 +121,8 @@ def _direct_layer(
         return stored
 
     def global_scale(k: int) -> Tensor:  # code times block scale has a root mean square near 4.6
-        return (torch.rand(local, generator=generator, device=device) + 0.5) * (k**-0.5 / 4.6)
+        scale: Tensor = (torch.rand(local, generator=generator, device=device) + 0.5) * k**-0.5
+        return scale / 4.6
 
     return replace(
         prepared,
