@@ -37,10 +37,10 @@ def selector_state(hf: Tensor, hidden_projection: Tensor, num: Numerics) -> Tens
 
 
 def walk_greedy(scores: Tensor) -> Tensor:
-    """Index per slot of the path that takes the first maximum of S_t[p, .]; NaN counts as the maximum: int64 [S]."""
+    """Index per slot of the path that takes the first maximum of S_t[p, .]; NaN is above all, also infinity: int64 [S]."""
     path, p = [], 0
     for slot in scores:
-        p = int(torch.nan_to_num(slot[p], nan=float("inf"), posinf=float("inf")).argmax())
+        p = int(slot[p].numpy(force=True).argmax())  # numpy documents the first occurrence and NaN as the maximum
         path.append(p)
     return torch.tensor(path, device=scores.device)
 
