@@ -6,6 +6,7 @@ together with the other tests.
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,12 +14,14 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
     collect_ignore_glob = ["test_*.py"]
 else:
     import torch
+    import triton_interpreter
     from models import SEED, target_weights, write_target
     from report import lines
 
     from sgl_muse_mega.checkpoint.weights import TargetWeights
 
     torch.set_num_threads(os.cpu_count() or 1)
+    triton_interpreter.install()
 
     def pytest_report_header() -> str:
         return f"oracle comparisons: ORACLE_SEED={SEED}"
@@ -42,3 +45,9 @@ else:
         directory = tmp_path_factory.mktemp("target") / "checkpoint"
         write_target(directory, weights)
         return directory
+
+    @pytest.fixture(scope="session")
+    def sglang_runner(checkpoint: Path) -> Any:
+        import sglang_target
+
+        return sglang_target.load(checkpoint)

@@ -1,6 +1,5 @@
 """The reference target against SGLang's own module tree, run by its model runner on a CPU in bf16."""
 
-from pathlib import Path
 from typing import Any
 
 import documented
@@ -36,18 +35,13 @@ DECODED = 12
 
 
 @pytest.fixture(scope="module")
-def runner(checkpoint: Path) -> Any:
-    return oracle.load(checkpoint)
-
-
-@pytest.fixture(scope="module")
 def ids() -> torch.Tensor:
     return token_ids(PROMPT + DECODED, SEED + 2)
 
 
 @pytest.fixture(scope="module")
-def run(runner: Any, ids: torch.Tensor) -> oracle.Run:
-    return oracle.run(runner, ids[:PROMPT], ids[PROMPT:])
+def run(sglang_runner: Any, ids: torch.Tensor) -> oracle.Run:
+    return oracle.run(sglang_runner, ids[:PROMPT], ids[PROMPT:])
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
