@@ -37,7 +37,7 @@ def selector_state(hf: Tensor, hidden_projection: Tensor, num: Numerics) -> Tens
 
 
 def walk_greedy(scores: Tensor) -> Tensor:
-    """Index per slot of the path that takes the first maximum of S_t[p, .]; NaN is above all, also infinity: int64 [S]."""
+    """Index per slot of the path that takes the first maximum of S_t[p, .]; NaN is above infinity: int64 [S]."""
     path, p = [], 0
     for slot in scores:
         p = int(slot[p].numpy(force=True).argmax())  # numpy documents the first occurrence and NaN as the maximum
