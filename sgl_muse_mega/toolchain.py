@@ -56,12 +56,12 @@ def find_host_compiler() -> Path | None:
 
 
 def cache_directory() -> Path:
-    """Folder for compiled kernels, which need not exist yet: SGL_MUSE_MEGA_CACHE, or the user's cache folder."""
+    """Folder for compiled kernels, which need not exist yet: SGL_MUSE_MEGA_CACHE, or ours in SGLang's."""
     chosen = os.environ.get("SGL_MUSE_MEGA_CACHE")
     if chosen:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "sgl-muse-mega"
+    return (Path(base) if base else Path.home() / ".cache") / "sglang" / "sgl_muse_mega"
 
 
 def installed_version(distribution: str) -> str | None:

@@ -81,13 +81,15 @@ def run(
         return INTERRUPTED
     if save:
         inputs = _inputs(pair, path, params, limit, max_new_tokens)
-        standard = pair.bundled and file is None and pair.width == DEFAULT_WIDTH and params.greedy
+        standard = pair.bundled and file is None and limit is None and pair.width == DEFAULT_WIDTH and params.greedy
         figures = _figures(summary) if standard and pair.kv_cache_dtype == "bf16" else {}
         content = {"inputs": inputs, "summary": summary, "rows": rows}
         written = results.save("eval", results.environment(None), content, figures)
         console.print(f"Saved {written}.")
         if not figures:
-            console.print("No named figures: those are for the bundled pair and problems, greedy, width 8, bf16 cache.")
+            console.print(
+                "No named figures: those are for the bundled pair and all its problems, greedy, width 8, bf16."
+            )
     return 0
 
 

@@ -133,7 +133,7 @@ def test_host_compiler_and_driver(bare: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_cache_folder(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert checked("cache folder") == Check("cache folder", True, f"{bare}/cache/sgl-muse-mega, not made yet")
+    assert checked("cache folder") == Check("cache folder", True, f"{bare}/cache/sglang/sgl_muse_mega, not made yet")
     assert not (bare / "cache").exists()
     monkeypatch.setenv("SGL_MUSE_MEGA_CACHE", str(bare))
     assert checked("cache folder").found == str(bare)
