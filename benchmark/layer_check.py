@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from sgl_muse_mega.config import TargetConfig
+from sgl_muse_mega.emulator.machine import Schedule
+from sgl_muse_mega.emulator.stepper import Emulator
 from sgl_muse_mega.megakernel import stage_check
-from sgl_muse_mega.megakernel.emulator import Emulator
 from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.random_step import RandomStep, random_weights, spark_config, tiny_config
 
@@ -39,6 +40,8 @@ def check_case(case: RandomStep, rows: int, length: int, seed: int) -> list[tupl
     step, caches = case.step, case.caches
     case.fill(length, seed)
     step.activations.poison()
+    if isinstance(step.machine, Emulator):
+        step.machine.attach(step, caches)
     step.launch_embed(rows)
     step.machine.synchronize()
     results = [("embed", r) for r in stage_check.embed_results(step, rows, caches)]
@@ -76,7 +79,7 @@ def main() -> int:
 
         machine: Machine = CudaMachine()
     else:
-        machine = Emulator(seed=arguments.seed)
+        machine = Emulator(schedule=Schedule(seed=arguments.seed))
     torch.backends.cuda.matmul.allow_tf32 = False
     config, local_experts = model(arguments.sizes)
     first_expert = local_experts or 0

@@ -1,230 +1,194 @@
+// The life of launches, CTAs and threads.
 #include "machine.h"
 
-#include <setjmp.h>
-#include <ucontext.h>
-
-#include <cstdio>
-#include <cstdlib>
+#include <algorithm>
 #include <cstring>
-#include <memory>
-#include <random>
-#include <string>
+
+#include "warp.h"
 
 namespace emulator {
-namespace {
 
-constexpr size_t STACK_BYTES = 64 * 1024;
-
-struct Context {
-    ucontext_t start;
-    jmp_buf at;
-    bool started = false;
-    std::unique_ptr<uint8_t[]> stack;
-};
-
-struct Copy {
-    Cta* cta;
-    uint32_t destination, bytes, barrier;
-    const void* source;
-};
-
-struct Machine {
-    std::vector<Cta> ctas;
-    std::vector<Fiber> fibers;
-    std::vector<Fiber*> ready;
-    std::vector<Copy> copies;
-    std::function<void()> body;
-    std::mt19937_64 random;
-    uint64_t turn = 0;
-    Fiber* current = nullptr;
-    jmp_buf scheduler;
-    std::string why;
-};
-
-Machine* machine = nullptr;
-
-Context& context_of(Fiber& fiber) { return *static_cast<Context*>(fiber.context); }
-
-// Leaves the current fiber for the scheduler; comes back when the scheduler picks it again.
-void leave() {
-    if (_setjmp(context_of(*machine->current).at) == 0) _longjmp(machine->scheduler, 1);
+Machine& machine() {
+    static Machine* const the = new Machine;  // outlives the fibers' and the libraries' last words
+    return *the;
 }
 
-void enter_fiber() {
-    machine->body();
-    machine->current->done = true;
-    _longjmp(machine->scheduler, 1);
-}
+Lane* current = nullptr;
 
-void land_one_copy() {
-    const size_t pick = machine->random() % machine->copies.size();
-    const Copy copy = machine->copies[pick];
-    machine->copies[pick] = machine->copies.back();
-    machine->copies.pop_back();
-    std::memcpy(copy.cta->shared.data() + copy.destination, copy.source, copy.bytes);
-    copy.cta->barriers.at(copy.barrier).complete(copy.bytes);
-}
-
-void resume(Fiber& fiber) {
-    machine->current = &fiber;
-    Context& context = context_of(fiber);
-    if (_setjmp(machine->scheduler) != 0) return;
-    if (context.started) _longjmp(context.at, 1);
-    context.started = true;
-    setcontext(&context.start);
-}
-
-void describe_deadlock() {
-    machine->why = "deadlock: nobody can run; first waiting threads:";
-    int listed = 0;
-    for (Fiber& fiber : machine->fibers) {
-        if (fiber.done || listed == 8) continue;
-        ++listed;
-        machine->why += " (CTA " + std::to_string(fiber.cta->index) + ", thread " + std::to_string(fiber.thread) + ")";
+void run_lane() {
+    try {
+        Machine& m = machine();
+        const Launch& launch = *current->cta->launch;
+        const bool exits = m.options.injection == Injection::early_exit &&
+                           static_cast<uint64_t>(current->cta->index) == m.options.injection_address;
+        if (!exits) launch.kernel->body(launch.parameters.data());
+        m.finish_lane(*current);
+    } catch (const Stop&) {
     }
+    current->done = true;
+    machine().leave(false);
+    __builtin_unreachable();
 }
 
-}  // namespace
-
-void MBarrier::init(uint32_t count) {
-    arrivals = pending = count;
-    phase = 0;
-    bytes = 0;
-}
-void MBarrier::turn() {
-    if (pending == 0 && bytes == 0) {
-        pending = arrivals;
-        ++phase;
+std::string Machine::who(uint32_t component) const {
+    const uint32_t cta = component / components_per_cta, part = component % components_per_cta;
+    std::string text = "CTA " + std::to_string(cta % max_ctas);
+    if (part < max_threads) {
+        return text + " warp " + std::to_string(part / WARP_LANES) + " lane " + std::to_string(part % WARP_LANES);
     }
-}
-void MBarrier::arrive(uint32_t expected_bytes) {
-    if (pending == 0) fault("more arrivals at an mbarrier than its count");
-    bytes += expected_bytes;
-    --pending;
-    turn();
-}
-void MBarrier::complete(uint32_t copied_bytes) {
-    bytes -= copied_bytes;
-    turn();
+    return "a bulk copy of " + text;
 }
 
-Fiber& self() { return *machine->current; }
-uint64_t turns() { return machine->turn; }
-
-void yield() {
-    machine->ready.push_back(machine->current);
-    leave();
-}
-
-void fault(const char* why) {
-    if (machine->why.empty()) {
-        machine->why = std::string(why) + " (CTA " + std::to_string(self().cta->index) + ", thread " +
-                       std::to_string(self().thread) + ")";
-    }
-    _longjmp(machine->scheduler, 1);
-}
-
-const uint32_t* warp_collective(std::initializer_list<uint32_t> words, void (*meet)(Warp&)) {
-    Warp& warp = self().cta->warps[self().thread / 32];
-    const int lane = self().thread % 32;
-    std::copy(words.begin(), words.end(), warp.in[lane].begin());
-    if (++warp.arrived == 32) {
-        meet(warp);
-        warp.arrived = 0;
-        machine->ready.insert(machine->ready.end(), warp.waiting.begin(), warp.waiting.end());
-        warp.waiting.clear();
-    } else {
-        warp.waiting.push_back(machine->current);
-        leave();
-    }
-    return warp.out[lane].data();
-}
-
-void named_barrier(int id, int threads) {
-    std::vector<Fiber*>& waiting = self().cta->named[id];
-    if (static_cast<int>(waiting.size()) + 1 == threads) {
-        machine->ready.insert(machine->ready.end(), waiting.begin(), waiting.end());
-        waiting.clear();
-    } else {
-        waiting.push_back(machine->current);
-        leave();
-    }
-}
-
-uint8_t* shared_at(uint32_t offset, uint32_t bytes, uint32_t alignment) {
-    if (offset % alignment != 0) fault("shared access is not aligned");
-    if (offset + bytes > self().cta->shared.size()) fault("shared access is out of bounds");
-    return self().cta->shared.data() + offset;
-}
-
-MBarrier& mbarrier_at(uint32_t offset) {
-    auto found = self().cta->barriers.find(offset);
-    if (found == self().cta->barriers.end()) fault("use of an mbarrier that was never initialised");
-    return found->second;
-}
-
-void start_copy(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
-    if (destination % 16 != 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(source) % 16 != 0) {
-        fault("bulk copy is not 16-byte aligned");
-    }
-    if (destination + bytes > self().cta->shared.size()) fault("bulk copy leaves shared memory");
-    mbarrier_at(barrier);
-    machine->copies.push_back({self().cta, destination, bytes, barrier, source});
-}
-
-int run(int ctas, int threads, uint32_t shared_bytes, uint64_t seed, std::function<void()> body, char* report,
-        int report_size) {
-    Machine here;
-    machine = &here;
-    here.body = std::move(body);
-    here.random.seed(seed);
-    here.ctas.resize(ctas);
-    here.fibers.resize(static_cast<size_t>(ctas) * threads);
-    std::vector<Context> contexts(here.fibers.size());
-    for (int index = 0; index < ctas; ++index) {
-        Cta& cta = here.ctas[index];
-        cta.index = index;
-        cta.shared.assign(shared_bytes, 0xff);  // reads of unwritten shared memory give NaNs
-        cta.warps.resize(threads / 32);
-        for (int thread = 0; thread < threads; ++thread) {
-            const size_t at = static_cast<size_t>(index) * threads + thread;
-            Fiber& fiber = here.fibers[at];
-            Context& context = contexts[at];
-            fiber = {thread, &cta, false, &context};
-            context.stack.reset(new uint8_t[STACK_BYTES]);
-            getcontext(&context.start);
-            context.start.uc_stack.ss_sp = context.stack.get();
-            context.start.uc_stack.ss_size = STACK_BYTES;
-            context.start.uc_link = nullptr;
-            makecontext(&context.start, enter_fiber, 0);
-            here.ready.push_back(&fiber);
+void Machine::start_cta(Launch& launch, int index, int slot) {
+    if (slots_[slot] == nullptr) slots_[slot] = std::make_unique<Cta>();
+    Cta& cta = *slots_[slot];
+    cta.launch = &launch;
+    cta.index = index;
+    cta.slot = slot;
+    cta.first_component = static_cast<uint32_t>(slot) * components_per_cta;
+    cta.live = launch.kernel->threads;
+    cta.shared.assign(launch.shared_bytes, 0xff);  // NaNs: what nobody wrote cannot go unnoticed in a sum
+    cta.mbarriers.clear();
+    for (NamedBarrier& barrier : cta.named) barrier = {};
+    cta.warps.assign(launch.kernel->threads / WARP_LANES, Warp{});
+    cta.lanes.assign(launch.kernel->threads, Lane{});
+    if (options.ordered != 0) cta.shadow.resize(launch.shared_bytes);
+    for (int thread = 0; thread < launch.kernel->threads; ++thread) {
+        Lane& lane = cta.lanes[thread];
+        lane.cta = &cta;
+        lane.thread = thread;
+        lane.index = thread % WARP_LANES;
+        lane.warp = &cta.warps[thread / WARP_LANES];
+        lane.fiber.stack = stacks_.at(static_cast<size_t>(slot) * max_threads + thread);
+        if (lane.index == 0) lane.warp->lanes = &lane;
+        if (options.ordered != 0) {
+            lane.component = cta.first_component + thread;
+            lane.first_epoch = lane.epoch = component_epochs_[lane.component] + 1;
+            lane.view = lane.async_view = start_view_;
         }
     }
-    while (here.why.empty()) {
-        ++here.turn;
-        if (!here.copies.empty() && (here.ready.empty() || here.random() % 4 == 0)) land_one_copy();
-        if (here.ready.empty()) {
-            if (!here.copies.empty()) continue;
-            break;
-        }
-        const size_t pick = here.random() % here.ready.size();
-        Fiber* next = here.ready[pick];
-        here.ready[pick] = here.ready.back();
-        here.ready.pop_back();
-        resume(*next);
+    for (Warp& warp : cta.warps) {
+        warp.ready = ALL_LANES;
+        warp.priority = static_cast<uint32_t>(random());
+        enqueue(warp);
     }
-    if (here.why.empty()) {
-        for (const Fiber& fiber : here.fibers) {
-            if (!fiber.done) {
-                describe_deadlock();
+    live_ += launch.kernel->threads;
+    ++launch.started;
+}
+
+void Machine::start_ctas() {
+    int resident = 0;
+    for (const Launch& launch : launches_) resident += launch.started - launch.finished;
+    for (size_t i = first_waiting_launch_; i < launches_.size(); ++i) {
+        Launch& launch = launches_[i];
+        if (i > 0 && launches_[i - 1].started < launches_[i - 1].ctas) return;
+        const bool early = options.overlap != 0 && launch.overlaps;
+        if (i > 0 && (early ? launches_[i - 1].allowed < launches_[i - 1].ctas : !launches_[i - 1].complete())) return;
+        if (i > 1 && !launches_[i - 2].complete()) return;
+        if (i > 0 && !early) start_view_ = launches_[i - 1].final_view;
+        while (launch.started < launch.ctas && resident < static_cast<int>(max_ctas)) {
+            const int half = options.overlap != 0 ? static_cast<int>(i % 2 * max_ctas) : 0;
+            start_cta(launch, launch.started, half + launch.started);
+            ++resident;
+        }
+        if (launch.started < launch.ctas) return;
+        first_waiting_launch_ = static_cast<uint32_t>(i) + 1;
+    }
+}
+
+void Machine::finish_lane(Lane& lane) {
+    Cta& cta = *lane.cta;
+    Launch& launch = *cta.launch;
+    lane.warp->exited |= 1u << lane.index;
+    if (options.ordered != 0) {
+        component_epochs_[lane.component] = lane.epoch;
+        if (launch.final_view.empty()) launch.final_view = View::nothing();
+        launch.final_view.raise(lane.view);
+        launch.final_view.raise(lane.component, lane.epoch);
+    }
+    --live_;
+    if (--cta.live == 0) finish_cta(cta);
+}
+
+void Machine::finish_cta(Cta& cta) {
+    Launch& launch = *cta.launch;
+    if (cta.copies != 0) {
+        fail("copy",
+             "the CTA ends while " + std::to_string(cta.copies) + " bulk copies to its shared memory are in flight",
+             Site::current());
+    }
+    if (options.ordered != 0) {
+        for (const auto& [offset, barrier] : cta.mbarriers) {
+            component_epochs_[barrier.component] = barrier.first_phase + barrier.phase + 1;
+        }
+    }
+    if (!launch.allows_next[cta.index]) {
+        launch.allows_next[cta.index] = true;
+        ++launch.allowed;
+    }
+    if (++launch.finished < launch.ctas) return;
+    for (Lane* waiting : launch.waiting) wake(*waiting);
+    launch.waiting.clear();
+}
+
+bool Machine::run(std::vector<Launch> launches, const Options& chosen) {
+    options = chosen;
+    fault = {};
+    launches_ = std::move(launches);
+    steps_ = jumped_ = switches = races = 0;
+    random_ = options.seed * 0x9e3779b97f4a7c15ull + 1;
+    preemptions_ = live_ = first_waiting_launch_ = 0;
+    countdown_ =
+        options.preempt_interval != 0 ? 1 + static_cast<uint32_t>(random() % (2 * options.preempt_interval)) : ~0u;
+    preempting_ = timed_out_ = false;
+    queue_.clear();
+    queue_head_ = 0;
+    copies_.clear();
+    atomics.clear();
+    lines.clear();
+    regions.forget_accesses();
+    slots_.clear();
+    start_view_ = join_left_ = join_right_ = join_result_ = {};
+    max_ctas = max_threads = 0;
+    for (Launch& launch : launches_) {
+        max_ctas = std::max(max_ctas, static_cast<uint32_t>(launch.ctas));
+        max_threads = std::max(max_threads, static_cast<uint32_t>(launch.kernel->threads));
+        launch.allows_next.assign(launch.ctas, false);
+        launch.final_view = {};
+    }
+    components_per_cta = max_threads + MAX_MBARRIERS;
+    const size_t slots = max_ctas * (options.overlap != 0 ? 2u : 1u);
+    slots_.resize(slots);
+    if (options.ordered != 0) {
+        View::set_components(static_cast<uint32_t>(slots * components_per_cta));
+        component_epochs_.assign(slots * components_per_cta, 0);
+        start_view_ = View::nothing();
+    }
+
+    start_ctas();
+    while (fault.kind.empty()) {
+        if (first_waiting_launch_ < launches_.size()) start_ctas();
+        if (live_ == 0 && first_waiting_launch_ == launches_.size()) break;
+        ++steps_;
+        if (!copies_.empty() && chance(4)) land(random() % copies_.size());
+        Warp* warp = pick_warp();
+        if (warp == nullptr) {
+            if (!copies_.empty()) {
+                land(random() % copies_.size());
+            } else if (!resolve_standstill()) {
                 break;
             }
+            continue;
         }
+        running_ = warp;
+        current = pick_lane(*warp, WARP_LANES - 1);
+        ++switches;
+        switch_fiber(scheduler_, current->fiber, run_lane);
+        running_ = nullptr;
+        if (warp->ready != 0 && !warp->queued) enqueue(*warp);
     }
-    machine = nullptr;
-    if (here.why.empty()) return 0;
-    std::snprintf(report, report_size, "%s", here.why.c_str());
-    return 1;
+    current = nullptr;
+    return fault.kind.empty();
 }
 
 }  // namespace emulator

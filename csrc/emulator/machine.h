@@ -1,66 +1,213 @@
-// A small GPU on the host: every thread is a fiber, fibers change at waits and where the lanes of a warp meet, and a
-// seed decides who goes next and when a bulk copy lands.
+// A small GPU on the host. Every thread is a fiber; fibers change where a thread waits, where the lanes of a warp meet,
+// and where the schedule preempts. The kernels of any number of instances, each in its own shared library, run on the
+// one machine of the process.
 #pragma once
-#include <array>
 #include <cstdint>
-#include <functional>
-#include <initializer_list>
+#include <deque>
+#include <memory>
+#include <source_location>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "fiber.h"
+#include "memory.h"
+#include "options.h"
+#include "view.h"
+
 namespace emulator {
 
-struct Fiber;
+constexpr int WARP_LANES = 32;
+constexpr uint32_t ALL_LANES = 0xffffffffu;
+constexpr int NAMED_BARRIERS = 16;
+constexpr uint32_t MAX_MBARRIERS = 64;
+
+struct Lane;
+struct Launch;
+
+// Something a spinning thread polls; `version` grows whenever a poll might find something new.
+struct Watch {
+    uint64_t version = 0;
+    std::vector<Lane*> sleepers;
+};
+
+// What a stopped thread waits for, for reports.
+enum class WaitKind : uint8_t { none, lanes, named_barrier, poll, previous_launch };
+struct Wait {
+    WaitKind kind = WaitKind::none;
+    uint64_t detail = 0;  // named barrier: id; poll: address or mbarrier offset
+    bool shared = false;  // poll: an mbarrier
+    Site site;
+};
+
+enum class Meeting : uint8_t { sync, shuffle, ballot, mma, transpose };
 
 struct Warp {
-    std::array<std::array<uint32_t, 6>, 32> in;
-    std::array<std::array<uint32_t, 4>, 32> out;
-    int arrived = 0;
-    std::vector<Fiber*> waiting;
+    uint32_t ready = 0, arrived = 0, exited = 0;  // sets of lanes
+    Meeting meeting = Meeting::sync;
+    bool queued = false;
+    uint32_t priority = 0;
+    Lane* lanes = nullptr;  // the first of 32
+    uint32_t in[WARP_LANES][6];
+    uint32_t out[WARP_LANES][4];
+};
+
+struct NamedBarrier {
+    int expected = 0;
+    std::vector<Lane*> arrived;
 };
 
 struct MBarrier {
-    uint32_t arrivals = 0, pending = 0, phase = 0;
-    int64_t bytes = 0;
-
-    void init(uint32_t count);
-    void arrive(uint32_t expected_bytes);
-    void complete(uint32_t copied_bytes);
-
-  private:
-    void turn();
+    uint32_t offset = 0, component = 0;
+    uint32_t first_phase = 0;  // count of the component at the beginning of this launch
+    uint32_t arrivals = 0, phase = 0;
+    int64_t pending = 0, bytes = 0;
+    bool fenced = false;                              // initialisation is visible to the copy engine
+    uint32_t initialiser = 0, initialiser_epoch = 0;  // who must be known to have initialised it
+    View arriving, completed;
+    Watch watch;
 };
 
 struct Cta {
-    int index = 0;
+    Launch* launch = nullptr;
+    int index = 0, slot = 0, live = 0, copies = 0;
     std::vector<uint8_t> shared;
-    std::unordered_map<uint32_t, MBarrier> barriers;
-    std::unordered_map<int, std::vector<Fiber*>> named;
+    Shadow shadow;
+    std::unordered_map<uint32_t, MBarrier> mbarriers;
+    NamedBarrier named[NAMED_BARRIERS];
     std::vector<Warp> warps;
+    std::vector<Lane> lanes;
+    uint32_t first_component = 0;
 };
 
-struct Fiber {
-    int thread = 0;
+struct Lane {
+    Fiber fiber;
+    Warp* warp = nullptr;
     Cta* cta = nullptr;
+    int thread = 0, index = 0;
     bool done = false;
-    void* context = nullptr;
+    Wait wait;
+    // What this thread knows, in an ordered run: `view` of all others, `epoch` is its own count.
+    uint32_t component = 0, epoch = 1, first_epoch = 1;
+    View view, async_view;  // async_view: what its bulk copies may rely on
+    // Polls since the last pause of a spin loop.
+    struct Poll {
+        Watch* watch;
+        uint64_t version;
+    } polls[4];
+    int poll_count = 0;
 };
 
-Fiber& self();
-uint64_t turns();
-void yield();
-[[noreturn]] void fault(const char* why);
+struct Launch {
+    const KernelEntry* kernel = nullptr;
+    std::vector<uint8_t> parameters;
+    int ctas = 0, started = 0, allowed = 0, finished = 0;
+    uint32_t shared_bytes = 0;
+    bool overlaps = false;  // launched with programmatic serialisation after its predecessor
+    std::vector<bool> allows_next;
+    View final_view;
+    std::vector<Lane*> waiting;
+    bool complete() const { return finished == ctas; }
+};
 
-// All 32 lanes bring words; the last to come runs `meet`, which reads warp.in and writes warp.out. Returns this lane's
-// out.
-const uint32_t* warp_collective(std::initializer_list<uint32_t> words, void (*meet)(Warp&));
-void named_barrier(int id, int threads);
-uint8_t* shared_at(uint32_t offset, uint32_t bytes, uint32_t alignment);
-MBarrier& mbarrier_at(uint32_t offset);
-void start_copy(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier);
+// A bulk copy that has been issued and has not landed.
+struct Copy {
+    Cta* cta;
+    uint32_t destination, bytes;
+    const uint8_t* source;
+    MBarrier* barrier;
+    View issued, async_view;  // what the issuing thread knew, and what its copies may rely on
+    Lane* issuer;
+    uint32_t issuer_epoch;
+    Site site;
+};
 
-// Runs one launch. Returns 0, or 1 with the reason in `report`.
-int run(int ctas, int threads, uint32_t shared_bytes, uint64_t seed, std::function<void()> body, char* report,
-        int report_size);
+// A word that is accessed with ordering: its values in the order in which they were written.
+struct Atomic {
+    struct Value {
+        uint32_t value, component, epoch;
+        View published;  // empty: nothing
+    };
+    std::deque<Value> values;
+    Watch watch;
+    uint64_t polled = 0, added = 0;
+};
+
+class Machine {
+  public:
+    // Runs the launches in order as one stream. False: `fault` says why.
+    bool run(std::vector<Launch> launches, const Options& options);
+
+    // Called by threads.
+    void leave(bool stays_ready);
+    void wait_here(WaitKind kind, uint64_t detail, const Site& site);
+    void wake(Lane& lane);
+    void notify(Watch& watch);
+    void poll(Watch& watch, uint64_t detail, bool shared, const Site& site);
+    void pause();
+    void point(uint32_t weight) {
+        if (countdown_ > weight) {
+            countdown_ -= weight;
+        } else if (options.preempt_interval != 0) {
+            preempt();
+        }
+    }
+    void order_group(Lane* const* lanes, size_t count);
+    View release(Lane& lane);
+    void acquire(Lane& lane, const View& published);
+    uint64_t random();
+    bool chance(uint32_t one_in) { return options.seed != 0 && random() % one_in == 0; }
+    uint64_t now() const { return steps_ * 10 + jumped_; }
+    void start_copy(Copy copy);
+    bool injected(Injection what, const void* address = nullptr) const {
+        return options.injection == what &&
+               (options.injection_address == 0 || options.injection_address == reinterpret_cast<uintptr_t>(address));
+    }
+
+    Options options;
+    Regions regions;
+    std::unordered_map<uintptr_t, Atomic> atomics;
+    std::unordered_map<uintptr_t, std::pair<uintptr_t, uintptr_t>> lines;  // line: a polled word, an added-to word
+    FaultReport fault;
+    uint64_t switches = 0, races = 0;
+    uint32_t components_per_cta = 0, max_ctas = 0, max_threads = 0;
+    bool by_copy_engine(uint32_t component) const { return component % components_per_cta >= max_threads; }
+    std::string who(uint32_t component) const;
+    uint32_t first_phase(uint32_t component) const { return component_epochs_[component]; }
+    Launch* previous(const Launch& launch) {
+        return &launch == launches_.data() ? nullptr : launches_.data() + (&launch - launches_.data()) - 1;
+    }
+
+  private:
+    friend void run_lane();
+    void preempt();
+    Lane* pick_lane(Warp& warp, int after);
+    Warp* pick_warp();
+    void enqueue(Warp& warp);
+    void start_ctas();
+    void start_cta(Launch& launch, int index, int slot);
+    void finish_lane(Lane& lane);
+    void finish_cta(Cta& cta);
+    void land(size_t index);
+    bool resolve_standstill();
+    std::string waits() const;
+
+    std::vector<Launch> launches_;
+    std::vector<std::unique_ptr<Cta>> slots_;  // resident CTAs; with overlap, launches alternate between two halves
+    std::vector<Warp*> queue_;
+    size_t queue_head_ = 0;
+    std::vector<Copy> copies_;
+    Fiber scheduler_;
+    Stacks stacks_;
+    uint64_t steps_ = 0, jumped_ = 0, random_ = 0;
+    uint32_t countdown_ = 0, preemptions_ = 0, live_ = 0, first_waiting_launch_ = 0;
+    std::vector<uint32_t> component_epochs_;
+    View start_view_, join_left_, join_right_, join_result_;
+    Warp* running_ = nullptr;
+    bool preempting_ = false, timed_out_ = false;
+};
+
+Machine& machine();
+extern Lane* current;
 
 }  // namespace emulator

@@ -15,11 +15,10 @@ from pathlib import Path
 
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.instance import Instance
-from sgl_muse_mega.toolchain import cache_directory, find_host_compiler, find_nvcc
+from sgl_muse_mega.toolchain import cache_directory, find_nvcc
 
 KERNEL_NAMES = ("embed_kernel", "layer_kernel", "head_kernel")
 HOPPER = "sm_90a"
-EMULATOR = "emulator"
 
 Progress = Callable[[str], None]
 
@@ -41,14 +40,14 @@ class KernelResources:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A compiled instance: a cubin, or a shared library for the emulator, with the compiler's report."""
+    """A compiled instance: a cubin with the compiler's report."""
 
     path: Path
     report: str
     seconds: float  # 0 when it was in the cache
 
     def resources(self) -> list[KernelResources]:
-        """Per kernel, from ptxas -v; empty for the emulator."""
+        """Per kernel, from ptxas -v."""
         found = []
         for entry in re.split(r"Compiling entry function", self.report)[1:]:
             name = re.search(r"'(\w+)'", entry)
@@ -78,12 +77,12 @@ def source_directory() -> Path:
 def build(instance: Instance, target: str = HOPPER, progress: Progress = quiet) -> Artifact:
     """Returns the compiled instance from the cache, compiling it when it is not there.
 
-    target: an architecture for nvcc ("sm_90a", "sm_103a") or EMULATOR. Of several processes that ask at the same time
-    one compiles and the others wait. A file that was damaged is compiled again.
+    target: an architecture for nvcc ("sm_90a", "sm_103a"). Of several processes that ask at the same time one compiles
+    and the others wait. A file that was damaged is compiled again.
     Raises UserError without a compiler, when compilation fails, or when the cache folder cannot be written.
     """
-    compiler = _compiler(target)
-    sources = _sources(target)
+    compiler = _compiler()
+    sources = _sources()
     flags = _flags(target)
     version = _run([str(compiler), "--version"], "The compiler does not run").strip()
     key = _key(sources, [*flags, target, version], instance.header())
@@ -114,11 +113,7 @@ def _compile(compiler: Path, flags: list[str], target: str, instance: Instance, 
         (work / "instance.h").write_text(instance.header())
         output = work / "output"
         includes = [f"-I{work}", f"-I{source}"]
-        inputs = [str(source / "step.cu")]
-        if target == EMULATOR:
-            includes.insert(0, f"-I{source / 'emulator'}")
-            inputs = ["-x", "c++", *inputs, str(source / "emulator" / "machine.cpp")]
-        command = [str(compiler), *flags, *includes, *inputs, "-o", str(output)]
+        command = [str(compiler), *flags, *includes, str(source / "step.cu"), "-o", str(output)]
         report = _run(command, "The kernels do not compile")
         seconds = time.monotonic() - start
         (work / "report").write_text(f"{_digest(output)}\n{seconds:.1f}\n{report}")
@@ -144,12 +139,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compiler(target: str) -> Path:
-    if target == EMULATOR:
-        host = find_host_compiler()
-        if host is None:
-            raise UserError("The emulator needs a C++ compiler and none was found; install g++ or set CXX.")
-        return host
+def _compiler() -> Path:
     nvcc = find_nvcc()
     if nvcc.path is None:
         raise UserError(
@@ -160,18 +150,15 @@ def _compiler(target: str) -> Path:
 
 
 def _flags(target: str) -> list[str]:
-    if target == EMULATOR:
-        return ["-std=c++20", "-O2", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas"]
     number = target.removeprefix("sm_")
     return ["-std=c++17", "-O3", f"-gencode=arch=compute_{number},code={target}", "-Xptxas", "-v", "-cubin"]
 
 
-def _sources(target: str) -> list[Path]:
+def _sources() -> list[Path]:
     source = source_directory()
-    folders = [source / "layer", source / ("emulator" if target == EMULATOR else "instr")]
     files = [source / "step.cu"]
-    for folder in folders:
-        files += sorted(p for p in folder.rglob("*") if p.suffix in {".cuh", ".h", ".cpp"})
+    for folder in (source / "layer", source / "instr"):
+        files += sorted(p for p in folder.rglob("*") if p.suffix in {".cuh", ".h"})
     return files
 
 

@@ -1,4 +1,4 @@
-"""What a step needs from the machine it runs on: `cuda.CudaMachine` or `emulator.Emulator`."""
+"""What a step needs from the machine it runs on: `cuda.CudaMachine` or `sgl_muse_mega.emulator.stepper.Emulator`."""
 
 from typing import Protocol
 

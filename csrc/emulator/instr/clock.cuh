@@ -1,7 +1,9 @@
-// Emulated twin of csrc/instr/clock.cuh: time is the scheduler's count of turns.
+// Emulated twin of csrc/instr/clock.cuh: time is the scheduler's.
 #pragma once
 #include "core.cuh"
 
-DEVICE uint64_t global_nanoseconds() { return emulator::turns(); }
-DEVICE void spin_pause() { emulator::yield(); }
-DEVICE void trap() { emulator::fault("a kernel thread gave up waiting"); }
+DEVICE uint64_t global_nanoseconds() { return emulator::machine().now(); }
+DEVICE void spin_pause() { emulator::machine().pause(); }
+DEVICE void trap(emulator::Site site = emulator::Site::current()) {
+    emulator::fail("trap", "the kernel gives up", site);
+}

@@ -2,17 +2,16 @@
 #pragma once
 #include <bit>
 #include <cstdint>
-#include <cstring>
 
-#include "../machine.h"
+#include "../sync.h"
+#include "../warp.h"
 
 #define DEVICE inline
-#define KERNEL(name, parameter_type, threads)                                                           \
-    static void name##_body(const parameter_type& p);                                                   \
-    extern "C" int name(const parameter_type* p, uint64_t seed, char* report, int report_size) {        \
-        return emulator::run(                                                                           \
-            cfg::SMS, threads, cfg::SHARED_BYTES, seed, [p] { name##_body(*p); }, report, report_size); \
-    }                                                                                                   \
+#define KERNEL(name, parameter_type, threads)                                                                      \
+    static void name##_body(const parameter_type& p);                                                              \
+    extern "C" __attribute__((visibility("default"))) const emulator::KernelEntry name = {                         \
+        #name, [](const void* p) { name##_body(*static_cast<const parameter_type*>(p)); }, sizeof(parameter_type), \
+        threads};                                                                                                  \
     static void name##_body(const parameter_type& p)
 
 struct alignas(8) uint2 {
@@ -30,24 +29,28 @@ struct alignas(16) float4 {
 
 constexpr int WARP = 32;
 
-DEVICE int thread_index() { return emulator::self().thread; }
-DEVICE int lane_index() { return emulator::self().thread % WARP; }
-DEVICE int warp_index() { return emulator::self().thread / WARP; }
-DEVICE int cta_index() { return emulator::self().cta->index; }
+DEVICE int thread_index() { return emulator::current->thread; }
+DEVICE int lane_index() { return emulator::current->index; }
+DEVICE int warp_index() { return emulator::current->thread / WARP; }
+DEVICE int cta_index() { return emulator::current->cta->index; }
+DEVICE int cta_count() { return emulator::current->cta->launch->ctas; }
 DEVICE int population_count(uint32_t bits) { return std::popcount(bits); }
 
-DEVICE void warp_sync() {
-    emulator::warp_collective({}, [](emulator::Warp&) {});
+// Places in the text are defaulted arguments, so that a report can name the caller's line.
+DEVICE void warp_sync(emulator::Site site = emulator::Site::current()) {
+    emulator::meet(emulator::Meeting::sync, emulator::sync_lanes, site);
 }
-DEVICE void barrier_sync(int id, int threads) { emulator::named_barrier(id, threads); }
+DEVICE void barrier_sync(int id, int threads, emulator::Site site = emulator::Site::current()) {
+    emulator::meet_at_barrier(id, threads, site);
+}
 
 template <typename T>
-DEVICE T shared_load(uint32_t offset) {
+DEVICE T shared_load(uint32_t offset, emulator::Site site = emulator::Site::current()) {
     T value;
-    std::memcpy(&value, emulator::shared_at(offset, sizeof(T), alignof(T)), sizeof(T));
+    emulator::read_shared(offset, sizeof(T), &value, site);
     return value;
 }
 template <typename T>
-DEVICE void shared_store(uint32_t offset, T value) {
-    std::memcpy(emulator::shared_at(offset, sizeof(T), alignof(T)), &value, sizeof(T));
+DEVICE void shared_store(uint32_t offset, T value, emulator::Site site = emulator::Site::current()) {
+    emulator::write_shared(offset, sizeof(T), &value, site);
 }

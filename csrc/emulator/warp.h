@@ -1,0 +1,20 @@
+// Operations in which the 32 lanes of a warp meet. Lanes bring words in warp.in[lane]; the last to come computes
+// warp.out for all. A lane cannot bring the next operation's words before all have come to it, so one buffer is enough.
+#pragma once
+#include "machine.h"
+
+namespace emulator {
+
+// Returns this lane's results.
+const uint32_t* meet(Meeting meeting, void (*compute)(Warp&), const Site& site);
+
+inline uint32_t* words() { return current->warp->in[current->index]; }
+
+void shuffle_words(Warp& warp);    // in: value, source lane
+void ballot_words(Warp& warp);     // in: 0 or 1
+void transpose_words(Warp& warp);  // in: row g of an 8 x 8 matrix of 16-bit elements, columns 2t and 2t + 1
+void multiply_fragments(
+    Warp& warp);  // in: a0 a1 a2 a3 b0 b1 of mma.m16n8k16; out: the product in fp32, not yet added to c
+void sync_lanes(Warp& warp);
+
+}  // namespace emulator

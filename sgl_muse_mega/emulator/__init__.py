@@ -1,0 +1,1 @@
+"""Runs the kernels' own sources on the CPU, under seeded schedules and a weak memory (docs/race-testing.md)."""

@@ -1,0 +1,85 @@
+"""The emulator as a machine of `megakernel.machine`: a step's launches are collected, and run when waited for."""
+
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from sgl_muse_mega.emulator.compile import compile_kernels
+from sgl_muse_mega.emulator.machine import PLAIN, EmulatorFault, KernelLibrary, Launch, Region, Schedule, Statistics, machine
+from sgl_muse_mega.megakernel.build import Progress, quiet
+from sgl_muse_mega.megakernel.instance import Instance
+from sgl_muse_mega.megakernel.protocol import RECORD_WORDS, FaultRecord, Params
+from sgl_muse_mega.megakernel.step import Step
+
+
+class EmulatedModule:
+    """The three kernels of one instance."""
+
+    def __init__(self, owner: "Emulator", instance: Instance) -> None:
+        self._owner = owner
+        self._library = KernelLibrary(compile_kernels(instance.header()))
+        self._shared_bytes = instance.shared_offsets["SHARED_BYTES"]
+        self._sms = instance.sms
+
+    def launch(self, kernel: str, params: Params) -> None:
+        """Puts a launch at the end of the stream."""
+        self._owner.enqueue(Launch(self._library.kernel(kernel), bytes(params), self._sms, self._shared_bytes))
+
+
+class Emulator:
+    """A GPU of `sms` SMs in this process; memory is ordinary CPU tensors."""
+
+    device = torch.device("cpu")
+    deadline_ns = 10**15  # passes when nothing else can happen
+
+    def __init__(self, sms: int = 4, schedule: Schedule = PLAIN) -> None:
+        self.sms = sms
+        self.schedule = schedule
+        self.statistics: Statistics | None = None  # of the last run
+        self.fault_record = torch.zeros(RECORD_WORDS, dtype=torch.int64)
+        self._stream: list[Launch] = []
+
+    def load(self, instance: Instance, progress: Progress = quiet) -> EmulatedModule:
+        progress(f"Compiling the layer kernel for the emulator ({instance.describe()})")
+        return EmulatedModule(self, instance)
+
+    def enqueue(self, launch: Launch) -> None:
+        self._stream.append(launch)
+
+    def attach(self, step: Step, caches: list[tuple[Tensor, Tensor]]) -> None:
+        """Declares the memory of a step: from now on every access outside it, and every read of an activation that
+        was not written since, stops the run."""
+        machine().use(step_regions(step, caches))
+
+    def synchronize(self) -> None:
+        """Runs what was launched. Raises EmulatorFault; a kernel that gave up adds its own sentence."""
+        stream, self._stream = self._stream, []
+        try:
+            self.statistics = machine().run(stream, self.schedule)
+        except EmulatorFault as fault:
+            record = FaultRecord.read(self.fault_record.tolist())
+            if record is None:
+                raise
+            raise EmulatorFault(fault.kind, f"{record.sentence()}\n{fault.text}", self.schedule) from fault
+
+
+def step_regions(step: Step, caches: list[tuple[Tensor, Tensor]]) -> list[Region]:
+    """All memory a step's launches may touch."""
+    regions = [Region("fault_record", step.machine.fault_record, constant=False, written=True)]
+    regions += [Region(f"inputs.{f.name}", getattr(step.inputs, f.name), True, True) for f in fields(step.inputs)]
+    regions += [Region(f.name, getattr(step.activations, f.name), False, False) for f in fields(step.activations)]
+    regions.append(Region("taps", step.taps, constant=False, written=False))
+    for nvfp4, variant in step.variants.items():
+        for kernel, control in variant.control.items():
+            label = f"{kernel}{'.nvfp4' if nvfp4 else '.bf16'}"
+            regions += [Region(f"{label}.{f.name}", getattr(control, f.name), False, True) for f in fields(control)]
+    for index, pair in enumerate(caches):
+        regions += [Region(f"layers.{index}.{n}", t, False, True) for n, t in zip(("keys", "values"), pair, strict=True)]
+    for index, layer in enumerate(step.weights.layers):
+        tensors = {f.name: getattr(layer, f.name) for f in fields(layer)}
+        regions += [Region(f"layers.{index}.{n}", t, True, True) for n, t in tensors.items() if isinstance(t, Tensor)]
+    for name in ("embedding", "final_norm", "lm_head"):
+        regions.append(Region(name, getattr(step.weights, name), constant=True, written=True))
+    regions += [Region(f"rope {theta}", table, True, True) for theta, table in step._rope.items()]
+    return regions
