@@ -24,7 +24,7 @@ EXPERT_BYTES = {True: 3 * 4096 * 4096 * 9 // 16, False: 3 * 4096 * 4096 * 2}
 
 
 def dense_bytes(case: RandomStep, index: int) -> int:
-    """Weights a launch reads whatever the routing: those of its layer after q, k, v, and the next layer's q, k, v, gate."""
+    """Weights a launch reads whatever the routing: its layer after q, k, v, and the next layer's q, k, v, gate."""
     layer = case.step.weights.layers[index]
     tensors = [layer.o_proj, layer.router, layer.pre_expert_proj, layer.post_expert_proj]
     if index + 1 < len(case.step.weights.layers):
@@ -120,9 +120,9 @@ def main() -> int:
              "gb_s": speed, "fraction": speed / ROOF_GB_S}
         )  # fmt: skip
         mean = statistics.mean(experts)
-        spread = f"({min(times):.1f}..{max(times):.1f})"
+        spread, part = f"({min(times):.1f}..{max(times):.1f})", speed / ROOF_GB_S
         print(
-            f"{rows:4d}  {median:7.1f} {spread:18s} {megabytes:6.0f}  {mean:6.1f}  {speed:6.0f}  {speed / ROOF_GB_S:.3f}",
+            f"{rows:4d}  {median:7.1f} {spread:18s} {megabytes:6.0f}  {mean:6.1f}  {speed:6.0f}  {part:.3f}",
             flush=True,
         )
         del case

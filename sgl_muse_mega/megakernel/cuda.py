@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.build import HOPPER, KERNEL_NAMES, Progress, build, quiet
 from sgl_muse_mega.megakernel.instance import Instance
 from sgl_muse_mega.megakernel.protocol import RECORD_WORDS, FaultRecord, Params
+from sgl_muse_mega.megakernel.step import Step
 
 DEADLINE_SECONDS = 5.0
 
@@ -100,6 +102,9 @@ class CudaMachine:
         artifact = build(instance, HOPPER, progress)
         artifact.check_spills()
         return CudaModule(artifact.path, instance)
+
+    def attach(self, step: Step, caches: list[tuple[Tensor, Tensor]]) -> None:
+        """A GPU needs no declaration of memory."""
 
     def synchronize(self) -> None:
         """Waits for everything. Raises UserError with the sentence of a kernel that gave up waiting."""

@@ -1,6 +1,6 @@
 """What a step needs from the machine it runs on: `cuda.CudaMachine` or `sgl_muse_mega.emulator.stepper.Emulator`."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -8,6 +8,9 @@ from torch import Tensor
 from sgl_muse_mega.megakernel.build import Progress
 from sgl_muse_mega.megakernel.instance import Instance
 from sgl_muse_mega.megakernel.protocol import Params
+
+if TYPE_CHECKING:
+    from sgl_muse_mega.megakernel.step import Step
 
 
 class Module(Protocol):
@@ -30,6 +33,9 @@ class Machine(Protocol):
     @property
     def fault_record(self) -> Tensor:
         """int64 [RECORD_WORDS] in host memory that the kernels can write."""
+
+    def attach(self, step: "Step", caches: list[tuple[Tensor, Tensor]]) -> None:
+        """Called before the launches of `step`, whose memory (with `caches`) is then all that they may touch."""
 
     def load(self, instance: Instance, progress: Progress = ...) -> Module: ...
 
