@@ -72,12 +72,13 @@ def main() -> int:
     parser.add_argument("--contexts", type=numbers, default=numbers("0,63,64,65,300"))
     parser.add_argument("--kv", default="bf16,fp8")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--deadline", type=float, default=5.0, help="seconds a kernel may wait; more under a sanitizer")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.machine == "cuda":
         from sgl_muse_mega.megakernel.cuda import CudaMachine
 
-        machine: Machine = CudaMachine()
+        machine: Machine = CudaMachine(deadline_seconds=arguments.deadline)
     else:
         machine = Emulator(schedule=Schedule(seed=arguments.seed))
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -5,6 +5,7 @@
 #include "instr/pdl.cuh"
 #include "load.cuh"
 #include "qkv.cuh"
+#include "trace.cuh"
 
 namespace program {
 
@@ -39,15 +40,23 @@ DEVICE void end_epoch(const Params& p, uint32_t epoch) {
 DEVICE void layer_weights(const Params& p) {
     const uint64_t policy = eviction_policy(Keep::first_out);
     Ring ring;
+    mark(p, Point::START);
     load_weights<OProj>(p, ring, p.o_proj, policy);
+    mark(p, Point::O_PROJ);
     load_weights<Router>(p, ring, p.router, policy);
     load_weights<PreProj>(p, ring, p.pre_expert_proj, policy);
+    mark(p, Point::PRE_PROJ);
     routing::wait_table(p);
+    mark(p, Point::TABLE);
     experts::load_weights<experts::GateUp>(p, ring, p.gate_up, p.gate_up_block_scale, 0, policy);
+    mark(p, Point::GATE_UP);
     experts::load_weights<experts::Down>(p, ring, p.down, p.down_block_scale,
                                          experts::tasks_before_down(routing::Table::active()), policy);
+    mark(p, Point::DOWN);
     load_weights<PostProj>(p, ring, p.post_expert_proj, policy);
+    mark(p, Point::POST_PROJ);
     if (p.has_next != 0) load_weights<QkvProj>(p, ring, p.next_qkv, policy);
+    mark(p, Point::END);
 }
 
 DEVICE void layer_tokens(const Params& p, uint32_t epoch) {
@@ -55,47 +64,70 @@ DEVICE void layer_tokens(const Params& p, uint32_t epoch) {
     const uint64_t policy = eviction_policy(Keep::last_out);
     Ring ring;
     wait_rows(p, Counter::GATED, epoch);
+    mark(p, Point::GATED);
     load_tokens<OProj>(p, ring, p.gated, policy);
     wait_rows(p, Counter::AFTER_ATTENTION, epoch);
+    mark(p, Point::AFTER_ATTENTION);
     load_tokens<Router>(p, ring, p.router_input, policy);
     load_tokens<PreProj>(p, ring, p.router_input, policy);
     routing::wait_table(p);
+    mark(p, Point::TABLE);
     wait_rows(p, Counter::EXPERT_INPUT, epoch);
+    mark(p, Point::ROUTED);
     experts::load_tokens<experts::GateUp>(p, ring, 0, epoch, policy);
     experts::load_tokens<experts::Down>(p, ring, experts::tasks_before_down(routing::Table::active()), epoch, policy);
     wait_rows(p, Counter::COMBINED, epoch);
+    mark(p, Point::COMBINED);
     load_tokens<PostProj>(p, ring, p.combined, policy);
     if (p.has_next == 0) return;
     wait_rows(p, Counter::AFTER_EXPERTS, epoch);
+    mark(p, Point::AFTER_EXPERTS);
     load_tokens<QkvProj>(p, ring, p.next_input, policy);
+    mark(p, Point::END);
 }
 
 DEVICE void layer_math(const Params& p, uint32_t epoch) {
     using protocol::Counter;
     Ring ring;
+    mark(p, Point::INPUTS_READY);
     attention::run(p);
+    mark(p, Point::ATTENTION);
     output_gate::run(p, epoch);
+    mark(p, Point::GATED);
     run_dense_to<OProj>(p, ring, p.o_partial, Counter::O_PROJ);
+    mark(p, Point::O_PROJ);
     boundary::for_owned_rows(
         p, Counter::AFTER_ATTENTION, [&] { wait_counter_math(p, Counter::O_PROJ, epoch); },
         [&](int row) { boundary::after_attention_row(p, row); });
+    mark(p, Point::AFTER_ATTENTION);
     run_dense_to<Router>(p, ring, p.router_partial, Counter::ROUTER);
+    mark(p, Point::ROUTER);
     run_dense_to<PreProj>(p, ring, p.pre_partial, Counter::PRE_PROJ);
+    mark(p, Point::PRE_PROJ);
     routing::run(p, epoch);
+    mark(p, Point::ROUTED);
     routing::wait_table(p);
+    mark(p, Point::TABLE);
     experts::run_gate_up(p, ring, epoch);
+    mark(p, Point::GATE_UP);
     experts::run_down(p, ring);
+    mark(p, Point::DOWN);
     combine::run(p, epoch);
+    mark(p, Point::COMBINED);
     run_dense_to<PostProj>(p, ring, p.post_partial, Counter::POST_PROJ);
+    mark(p, Point::POST_PROJ);
     boundary::for_owned_rows(
         p, Counter::AFTER_EXPERTS, [&] { wait_counter_math(p, Counter::POST_PROJ, epoch); },
         [&](int row) { boundary::after_experts_row(p, row); });
+    mark(p, Point::AFTER_EXPERTS);
     if (p.has_next != 0) {
         run_dense_to<QkvProj>(p, ring, p.qkv_partial, Counter::QKV_PROJ);
     } else {
         arrive_math(p, Counter::QKV_PROJ);
     }
+    mark(p, Point::QKV_PROJ);
     qkv::run(p, epoch);
+    mark(p, Point::END);
     end_epoch(p, epoch);
 }
 

@@ -58,6 +58,12 @@ SITES: tuple[tuple[str, str], ...] = (
     ("EXPERT_ACTIVATION", "the activations of an expert"),
 )
 
+# Points of a launch's timeline (trace.cuh): a warp notes when it passed each of those on its way.
+POINTS: tuple[str, ...] = (
+    "START", "INPUTS_READY", "ATTENTION", "GATED", "O_PROJ", "AFTER_ATTENTION", "ROUTER", "PRE_PROJ", "ROUTED", "TABLE",
+    "GATE_UP", "DOWN", "COMBINED", "POST_PROJ", "AFTER_EXPERTS", "QKV_PROJ", "END",
+)  # fmt: skip
+
 KERNELS: Mapping[str, tuple[str, ...]] = {
     "embed": ("AFTER_EXPERTS", "QKV_PROJ"),
     "layer": tuple(c.name for c in COUNTERS if c.name != "LOGITS"),
@@ -103,6 +109,7 @@ PARAMETERS: tuple[tuple[str, str], ...] = (
     # both ends
     ("embedding", "const uint16_t*"), ("lm_head", "const void*"), ("logits", "float*"),
     ("best_scores", "float*"), ("best_ids", "int32_t*"), ("greedy_ids", "int64_t*"),
+    ("trace", "uint64_t*"),
     # numbers
     ("tap_stride", "int64_t"), ("rows", "int32_t"), ("first_expert", "int32_t"), ("window", "int32_t"),
     ("has_next", "int32_t"), ("max_splits", "int32_t"), ("rank", "int32_t"), ("launch", "int32_t"),
@@ -136,6 +143,8 @@ struct Params {{
 namespace protocol {{
 enum class Counter : uint32_t {{ {counters} }};
 enum class Site : uint32_t {{ {sites} }};
+enum class Point : int {{ {", ".join(POINTS)} }};
+constexpr int POINTS = {len(POINTS)};
 constexpr int COUNTER_STRIDE = {COUNTER_STRIDE};
 constexpr uint64_t RECORD_COMPLETE = {RECORD_COMPLETE:#x}ull;
 DEVICE constexpr uint32_t arrivals(Counter counter) {{

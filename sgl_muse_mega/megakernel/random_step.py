@@ -142,6 +142,7 @@ class RandomStep:
 
     step: Step
     caches: list[tuple[Tensor, Tensor]]
+    sequence: "Sequence"
 
     @classmethod
     def create(
@@ -153,9 +154,19 @@ class RandomStep:
         row_cap: int,
         max_context: int,
         kv_dtype: str,
+        trace: bool = False,
     ) -> "RandomStep":
         taps = tuple(range(0, config.num_hidden_layers, 2))
-        step = Step(config, weights, machine, row_cap=row_cap, max_context=max_context, kv_dtype=kv_dtype, taps=taps)
+        step = Step(
+            config,
+            weights,
+            machine,
+            row_cap=row_cap,
+            max_context=max_context,
+            kv_dtype=kv_dtype,
+            taps=taps,
+            trace=trace,
+        )
         shape = (max_context + row_cap + 17, config.num_key_value_heads, config.head_dim)
         dtype = CACHE_DTYPES[kv_dtype]
         caches = [
@@ -166,7 +177,7 @@ class RandomStep:
             for _ in weights.layers
         ]
         step.use_caches(caches)
-        return cls(step, caches)
+        return cls(step, caches, Sequence())
 
     def fill(self, length: int, seed: int) -> None:
         """A context of `length` random keys and values at random slots, and random tokens after it.
@@ -174,26 +185,47 @@ class RandomStep:
         Everything that no committed position owns is NaN, and page-table entries past the context are out of range.
         """
         generator = torch.Generator().manual_seed(seed)
-        inputs, device = self.step.inputs, self.step.machine.device
-        rows = len(inputs.token_ids)
-        inputs.token_ids.copy_(torch.randint(0, self.step.config.vocab_size, (rows,), generator=generator))
-        inputs.positions.copy_(length + torch.arange(rows))
-        inputs.length.fill_(length)
+        device, rows = self.step.machine.device, self.step.instance.row_cap
         slots = self.caches[0][0].shape[0]
-        for pages, own in (
-            (inputs.full_pages, inputs.full_slots),
-            (inputs.sliding_pages, inputs.sliding_slots),
-        ):
-            order = torch.randperm(slots - 1, generator=generator)[: length + rows] + 1
-            pages.fill_(2**30)
-            pages[:length] = order[:length].to(device, torch.int32)
-            own.copy_(order[length:])
+        self.sequence.length = length
+        self.sequence.tokens = torch.randint(0, self.step.config.vocab_size, (rows,), generator=generator)
+        self.sequence.slots = [torch.randperm(slots - 1, generator=generator)[: length + rows] + 1 for _ in range(2)]
+        self.seek(0)
         gpu = torch.Generator(device).manual_seed(seed)
         for index, pair in enumerate(self.caches):
             full = self.step.config.is_full(index)
-            where = (inputs.full_pages if full else inputs.sliding_pages)[:length].long()
+            where = (self.step.inputs.full_pages if full else self.step.inputs.sliding_pages)[:length].long()
             for cache in pair:
                 content = torch.randn(length, *cache.shape[1:], generator=gpu, device=device).to(cache.dtype)
                 bits = cache.view(torch.uint8)
                 bits.fill_(0xFF)
                 bits[where] = content.view(torch.uint8)
+
+    def seek(self, rows: int, source: "RandomStep | None" = None) -> None:
+        """Sets the inputs to the state after `rows` of the sequence's tokens were committed; theirs come next.
+
+        source: whose sequence to use (another step over the same caches).
+        """
+        sequence = (source or self).sequence
+        inputs, length = self.step.inputs, sequence.length + rows
+        left = min(len(sequence.tokens) - rows, len(inputs.token_ids))
+        inputs.token_ids[:left].copy_(sequence.tokens[rows : rows + left])
+        inputs.positions[:left].copy_(length + torch.arange(left))
+        inputs.length.fill_(length)
+        for order, pages, own in zip(
+            sequence.slots,
+            (inputs.full_pages, inputs.sliding_pages),
+            (inputs.full_slots, inputs.sliding_slots),
+            strict=True,
+        ):
+            pages.fill_(2**30)
+            pages[:length] = order[:length].to(pages.device, torch.int32)
+            own[:left] = order[length : length + left].to(own.device)
+
+
+class Sequence:
+    """A random context and the tokens after it."""
+
+    length: int
+    tokens: Tensor  # int64 [rows]
+    slots: list[Tensor]  # int64 [length + rows] for full and for sliding layers

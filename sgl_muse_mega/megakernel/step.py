@@ -47,6 +47,7 @@ class Step:
         rank: int = 0,
         progress: Progress = quiet,
         first_epoch: int = 0,
+        trace: bool = False,
     ) -> None:
         """Raises UserError when the model's sizes or the tensors do not fit the kernels."""
         self.config = config
@@ -59,7 +60,13 @@ class Step:
         self.variants: dict[bool, Variant] = {}
         for nvfp4 in sorted({layer.nvfp4 for layer in weights.layers}):
             instance = Instance.for_config(
-                config, nvfp4=nvfp4, fp8_cache=kv_dtype == "fp8", row_cap=row_cap, sms=machine.sms, local_experts=local
+                config,
+                nvfp4=nvfp4,
+                fp8_cache=kv_dtype == "fp8",
+                row_cap=row_cap,
+                sms=machine.sms,
+                local_experts=local,
+                trace=trace,
             )
             self.variants[nvfp4] = Variant(instance, machine, progress, first_epoch)
         self.instance = next(iter(self.variants.values())).instance
@@ -67,6 +74,9 @@ class Step:
             tensors.check_layer(self.variants[layer.nvfp4].instance, index, layer, device)
         tensors.check_ends(self.instance, weights, device)
 
+        # Times of the last layer launch, int64 ns [CTAs, warps, points] (csrc/layer/trace.cuh).
+        trace_shape = (machine.sms, self.instance.threads // 32, len(protocol.POINTS)) if trace else (0,)
+        self.trace = torch.zeros(trace_shape, dtype=torch.int64, device=device)
         self.max_context = max_context
         windows = [config.window(i) for i in range(len(weights.layers))]
         self.max_splits = max(self.instance.max_splits(max_context + row_cap, w) for w in windows)
@@ -162,6 +172,7 @@ class Step:
         params.fault_record = self.machine.fault_record.data_ptr()
         params.deadline_ns = self.machine.deadline_ns
         params.max_splits = self.max_splits
+        params.trace = self.trace.data_ptr() or None
         params.rows, params.rank, params.launch = rows, self.rank, launch
         return params
 
