@@ -318,6 +318,8 @@ def test_eval_that_is_not_the_standard_one_leaves_the_figures_alone(run: Run, tm
     assert "No named figures" in out
     assert (results / "figures.json").read_text() == '{"layer.t8.us": {"median": 1}}'
     assert run("eval", "--save", "--limit", 1, "--max-new-tokens", 5)[0] == 0
+    assert (results / "figures.json").read_text() == '{"layer.t8.us": {"median": 1}}'
+    assert run("eval", "--save", "--max-new-tokens", 5)[0] == 0
     assert set(json.loads((results / "figures.json").read_text())) == {
         "layer.t8.us",
         "eval.answers",
