@@ -15,7 +15,7 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
 else:
     import torch
     import triton_interpreter
-    from models import SEED, target_weights, write_target
+    from models import PROMPT, SEED, target_weights, token_ids, write_target
     from report import lines
 
     from sgl_muse_mega.checkpoint.weights import TargetWeights
@@ -51,3 +51,19 @@ else:
         import sglang_target
 
         return sglang_target.load(checkpoint)
+
+    @pytest.fixture(scope="session")
+    def prompt() -> torch.Tensor:
+        return token_ids(PROMPT, SEED + 1)
+
+    @pytest.fixture(scope="session")
+    def float32_run(checkpoint: Path, prompt: torch.Tensor) -> Any:
+        import transformers_target
+
+        return transformers_target.run(transformers_target.load(checkpoint, torch.float32), prompt)
+
+    @pytest.fixture(scope="session")
+    def float64_run(checkpoint: Path, prompt: torch.Tensor) -> Any:
+        import transformers_target
+
+        return transformers_target.run(transformers_target.load(checkpoint, torch.float64), prompt)

@@ -76,9 +76,6 @@ DRAFT = DraftConfig(
 _OTHER_PARTS = {
     "out_hidden_size": 256,
     "projector_hidden_size": 64,
-    "image_token_id": 316,
-    "video_token_id": 317,
-    "audio_token_id": 318,
     "vision_config": {
         "model_type": "muse_spark_vision",
         "hidden_size": 64,
@@ -92,7 +89,6 @@ _OTHER_PARTS = {
         "model_type": "muse_spark_audio",
         "hidden_sizes": [16, 16, 16, 16],
         "depths": [1, 1, 1, 1],
-        "out_hidden_size": TARGET.hidden_size,
     },
 }
 
@@ -133,10 +129,12 @@ def token_ids(count: int, seed: int) -> torch.Tensor:
     return torch.randint(3, 316, (count,), generator=generator)
 
 
-def write_target(directory: Path, weights: TargetWeights) -> None:
+def write_target(directory: Path, weights: TargetWeights, target: TargetConfig = TARGET) -> None:
     """The target as a checkpoint folder that Hugging Face transformers and SGLang both load."""
-    save_target(directory, TARGET, weights)
+    save_target(directory, target, weights)
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) | _OTHER_PARTS
-    config["text_config"]["eos_token_id"] = TARGET.eos_token_ids[0]
+    config["audio_config"] = config["audio_config"] | {"out_hidden_size": target.hidden_size}
+    config |= {f"{part}_token_id": target.vocab_size - 2 - i for i, part in enumerate(("image", "video", "audio"))}
+    config["text_config"]["eos_token_id"] = target.eos_token_ids[0]
     path.write_text(json.dumps(config), encoding="utf-8")
