@@ -3,6 +3,7 @@
 // over several ranks sums (o_proj, combine) or gathers (pre_expert_proj, post_expert_proj) in rank order behind the
 // same calls. This one serves a single rank, which holds everything.
 #pragma once
+#include "products.cuh"
 #include "row.cuh"
 
 struct OneRank {

@@ -4,6 +4,7 @@
 #include "head.cuh"
 #include "instr/pdl.cuh"
 #include "load.cuh"
+#include "output_gate.cuh"
 #include "qkv.cuh"
 #include "trace.cuh"
 

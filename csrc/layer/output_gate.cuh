@@ -1,18 +1,11 @@
 // A6 (end) and A7: merge a head's splits in key order, norm over the head, times the sigmoid of the output gate.
 #pragma once
 #include "attention.cuh"
+#include "scalar.cuh"
 
 namespace output_gate {
 
 constexpr int64_t UNITS_CAP = static_cast<int64_t>(cfg::ROW_CAP) * cfg::HEADS;
-
-DEVICE float sigmoid(float x) { return 1.f / (1.f + exponential(-x)); }
-
-DEVICE float warp_sum(float value) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) value += shuffle_xor(value, step);
-    return value;
-}
 
 // One warp: lane l has dimensions 2l and 2l + 1.
 DEVICE void run_unit(const Params& p, const attention::Range& range, int row, int head) {

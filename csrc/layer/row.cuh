@@ -1,7 +1,7 @@
 // Row operations: all math warps of one CTA work on one row; a thread holds groups of four neighbouring columns.
 #pragma once
 #include "gemm.cuh"
-#include "output_gate.cuh"
+#include "scalar.cuh"
 
 // Which CTA does row `row` (and, beside it, that row's routing): the same for every number of rows.
 DEVICE bool owns_row(int row, int shift = 0) { return (row + shift) % cfg::SMS == cta_index(); }
