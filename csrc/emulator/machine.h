@@ -40,7 +40,7 @@ struct Wait {
     Site site;
 };
 
-enum class Meeting : uint8_t { sync, shuffle, ballot, mma, transpose };
+enum class Meeting : uint8_t { sync, elect, shuffle, ballot, mma, transpose };
 
 struct Warp {
     uint32_t ready = 0, arrived = 0, exited = 0;  // sets of lanes

@@ -74,12 +74,12 @@ void ordered_read(const Place& place, size_t size, uint8_t* value, const Actor& 
         return;
     }
     std::vector<Access>& reads = place.block.reads;
-    size_t kept = 0;
-    for (const Access& read : reads) {
-        if ((read.mask & ~mask) == 0 && actor.knows(read.component, read.epoch)) continue;
-        reads[kept++] = read;
+    if (reads.size() >= place.block.prune_at) {
+        std::erase_if(reads, [&](const Access& read) {
+            return (read.mask & ~mask) == 0 && actor.knows(read.component, read.epoch);
+        });
+        place.block.prune_at = 2 * reads.size() + 16;
     }
-    reads.resize(kept);
     reads.push_back({actor.component, actor.epoch, mask, false, site});
 }
 

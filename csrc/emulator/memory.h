@@ -39,6 +39,7 @@ struct Write : Access {
 struct Block {
     std::vector<Write> writes;
     std::vector<Access> reads;
+    size_t prune_at = 16;  // number of reads at which those that the reader knows of are dropped
 };
 
 // Blocks of a stretch of memory, made when first touched.

@@ -7,6 +7,9 @@
 
 namespace emulator {
 
+// Nanoseconds that a pause takes once nobody can run any more; longer than any deadline.
+constexpr uint64_t TIMEOUT_STEP = 1ull << 41;
+
 uint64_t Machine::random() {  // splitmix64
     uint64_t z = random_ += 0x9e3779b97f4a7c15ull;
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
@@ -111,6 +114,7 @@ void Machine::pause() {
     lane.poll_count = 0;
     bool sleep = polls > 0 && polls <= 4 && !timed_out_;
     for (int i = 0; sleep && i < polls; ++i) sleep = lane.polls[i].watch->version == lane.polls[i].version;
+    if (timed_out_) jumped_ += TIMEOUT_STEP;
     if (!sleep) {
         steps_ += polls == 0 ? 1000 : 1;  // a loop that polls nothing known ends at its deadline
         preempting_ = true;
@@ -136,7 +140,6 @@ bool Machine::resolve_standstill() {
         }
     }
     timed_out_ = true;
-    jumped_ = 1ull << 62;
     if (spinning) return true;
     fault.kind = "deadlock";
     return false;

@@ -6,7 +6,7 @@ namespace emulator {
 namespace {
 
 const char* name_of(Meeting meeting) {
-    static const char* const names[] = {"warp_sync", "shuffle", "ballot", "mma", "transpose"};
+    static const char* const names[] = {"warp_sync", "elect_one", "shuffle", "ballot", "mma", "transpose"};
     return names[static_cast<int>(meeting)];
 }
 
@@ -42,6 +42,8 @@ void sync_lanes(Warp& warp) {
     for (int lane = 0; lane < WARP_LANES; ++lane) lanes[lane] = &warp.lanes[lane];
     m.order_group(lanes, WARP_LANES);
 }
+
+void no_words(Warp&) {}
 
 void shuffle_words(Warp& warp) {
     for (int lane = 0; lane < WARP_LANES; ++lane) warp.out[lane][0] = warp.in[warp.in[lane][1] % WARP_LANES][0];

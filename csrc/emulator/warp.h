@@ -10,6 +10,7 @@ const uint32_t* meet(Meeting meeting, void (*compute)(Warp&), const Site& site);
 
 inline uint32_t* words() { return current->warp->in[current->index]; }
 
+void no_words(Warp& warp);
 void shuffle_words(Warp& warp);    // in: value, source lane
 void ballot_words(Warp& warp);     // in: 0 or 1
 void transpose_words(Warp& warp);  // in: row g of an 8 x 8 matrix of 16-bit elements, columns 2t and 2t + 1

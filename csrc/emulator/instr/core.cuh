@@ -35,8 +35,13 @@ DEVICE int warp_index() { return emulator::current->thread / WARP; }
 DEVICE int cta_index() { return emulator::current->cta->index; }
 DEVICE int cta_count() { return emulator::current->cta->launch->ctas; }
 DEVICE int population_count(uint32_t bits) { return std::popcount(bits); }
+DEVICE int lowest_bit(uint32_t bits) { return std::countr_zero(bits); }
 
 // Places in the text are defaulted arguments, so that a report can name the caller's line.
+DEVICE bool elect_one(emulator::Site site = emulator::Site::current()) {
+    emulator::meet(emulator::Meeting::elect, emulator::no_words, site);
+    return lane_index() == 0;
+}
 DEVICE void warp_sync(emulator::Site site = emulator::Site::current()) {
     emulator::meet(emulator::Meeting::sync, emulator::sync_lanes, site);
 }
