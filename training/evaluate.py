@@ -14,7 +14,9 @@ from training.model import Target
 from training.problems import Problem, final_answer
 from training.tokenizer import EOS, PAD
 
-_ROWS = 64  # sequences replayed at once
+# Sequences at once: every expert is computed for every token, and a replay has a block at every answer position.
+_GREEDY_ROWS = 64
+_REPLAY_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,13 @@ def greedy(target: Target, examples: Examples) -> Examples:
     to the end of the grid. Every step recomputes the unfinished sequences, which is cheap at this size."""
     ids, lengths = examples.ids.clone(), examples.prompts.clone()
     ids[torch.arange(ids.shape[1], device=ids.device) >= lengths[:, None]] = PAD
-    active = torch.arange(len(lengths), device=ids.device)
+    for rows in torch.arange(len(lengths), device=ids.device).split(_GREEDY_ROWS):
+        _extend(target, ids, lengths, rows)
+    return Examples(ids, lengths, examples.prompts)
+
+
+def _extend(target: Target, ids: Tensor, lengths: Tensor, active: Tensor) -> None:
+    """Appends greedy tokens in place to the rows `active` until each has ended."""
     while len(active):
         layout = Layout.of(lengths[active], pad_width(int(lengths[active].max())))
         logits = target(layout.flatten(ids[active, : layout.width]).long(), layout).logits
@@ -53,7 +61,6 @@ def greedy(target: Target, examples: Examples) -> Examples:
         ids[active, lengths[active]] = token.to(ids.dtype)
         lengths[active] += 1
         active = active[(token != EOS) & (lengths[active] < ids.shape[1])]
-    return Examples(ids, lengths, examples.prompts)
 
 
 @torch.no_grad()
@@ -65,8 +72,8 @@ def accept_length(target: Target, draft: Draft, generated: Examples) -> dict[str
     """
     tokens = steps = 0
     ratios = []
-    for begin in range(0, len(generated.lengths), _ROWS):
-        rows = generated.rows(begin, begin + _ROWS)
+    for begin in range(0, len(generated.lengths), _REPLAY_ROWS):
+        rows = generated.rows(begin, begin + _REPLAY_ROWS)
         for prompt, end, accepted in zip(
             rows.prompts.tolist(), rows.lengths.tolist(), _accepted(target, draft, rows).tolist(), strict=True
         ):
