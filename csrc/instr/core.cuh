@@ -18,6 +18,16 @@ DEVICE int warp_index() { return static_cast<int>(threadIdx.x) / WARP; }
 DEVICE int cta_index() { return static_cast<int>(blockIdx.x); }
 
 DEVICE int population_count(uint32_t bits) { return __popc(bits); }
+DEVICE int lowest_bit(uint32_t bits) { return __ffs(static_cast<int>(bits)) - 1; }
+
+// True in one lane of the (converged) warp. The compiler knows that a single thread runs what hangs on it, and so
+// issues bulk copies straight; on any other condition it wraps each of them in a loop over the lanes, at 50 cycles a
+// copy.
+DEVICE bool elect_one() {
+    uint32_t elected;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+    return elected != 0;
+}
 
 DEVICE void warp_sync() { __syncwarp(); }
 DEVICE void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }

@@ -1,7 +1,7 @@
 // A6: attention of the step's rows over the paged cache, split over key ranges (flash decoding).
-// A split covers SPLIT consecutive key indices, counted from key 0; a row's partial of a split depends on that row's
-// query, position and mask alone. Key index i < length is position i of the committed sequence; length + r is row r of
-// this step.
+// Key index i < length is position i of the committed sequence; length + r is row r of this step. A split is a run of
+// keys at fixed indices, counted from key 0, whose size follows from the row's own position; so a row's partial of a
+// split depends on that row's query, position and mask alone.
 #pragma once
 #include "instr/convert.cuh"
 #include "instr/mma.cuh"
@@ -9,46 +9,66 @@
 
 namespace attention {
 
-constexpr int GROUP = cfg::HEADS / cfg::KV_HEADS;        // query heads per KV head
-constexpr int TILES = (cfg::ROW_CAP * GROUP + 15) / 16;  // m16 tiles of (row, query head) pairs
-constexpr int KEYS = 32;                                 // keys in flight per warp
+constexpr int GROUP = cfg::HEADS / cfg::KV_HEADS;  // query heads per KV head
+constexpr int KEYS = 32;                           // keys in flight per warp
 constexpr int KEY_BLOCKS = KEYS / 8;
-static_assert(cfg::KV_SPLIT % KEYS == 0, "a split is whole chunks of keys");
+static_assert(cfg::MIN_SPLIT % KEYS == 0, "a split is whole chunks of keys");
 
-// The key range [first, end) that any row of the step sees, and its splits.
+// Keys per split for a row at `position`: small, so that short contexts spread over the SMs, doubling from where there
+// would be more than SPLITS_CAP of them.
+DEVICE int split_size(const Params& p, int position) {
+    const int keys = position < p.window ? position + 1 : p.window;
+    int size = cfg::MIN_SPLIT;
+    while (keys > size * cfg::SPLITS_CAP) size *= 2;
+    return size;
+}
+
+// The key range [first, end) that any row of the step sees.
 struct Range {
-    int length, first, end;
+    int length, first, end, small_size, large_size;
 
     DEVICE explicit Range(const Params& p) {
         length = global_load(p.length);
         end = length + p.rows;
-        first = length;
-        for (int row = 0; row < p.rows; ++row) {
-            const int seen = static_cast<int>(global_load(p.positions + row)) - p.window + 1;
-            first = seen < first ? seen : first;
+        int lowest = 0x7fffffff, highest = 0;
+#pragma unroll
+        for (int row = 0; row < cfg::ROW_CAP; ++row) {
+            const int position = row < p.rows ? static_cast<int>(global_load(p.positions + row)) : -1;
+            if (position < 0) continue;
+            lowest = position < lowest ? position : lowest;
+            highest = position > highest ? position : highest;
         }
-        first = first < 0 ? 0 : first;
+        first = lowest - p.window + 1;
+        first = first < 0 ? 0 : (first < length ? first : length);
+        // Rows of a step may lie on both sides of a doubling; the two sizes differ then.
+        small_size = split_size(p, lowest);
+        large_size = split_size(p, highest);
     }
-    DEVICE int first_split() const { return first / cfg::KV_SPLIT; }
-    DEVICE int splits() const { return (end - 1) / cfg::KV_SPLIT + 1 - first_split(); }
+    DEVICE int first_split(int size) const { return first / size; }
+    DEVICE int splits(int size) const { return (end - 1) / size + 1 - first_split(size); }
 };
 
-// What decides which keys a row sees.
+// Which keys a row sees: committed ones from `oldest` on, and a set of the step's own rows.
 struct RowView {
-    int position;
-    uint32_t ancestors;
+    int oldest = 0x7fffffff;
+    uint32_t own = 0;
 
-    DEVICE RowView(const Params& p, int row) {
-        const bool real = row < p.rows;
-        position = real ? static_cast<int>(global_load(p.positions + row)) : -1;
-        ancestors = real ? global_load(p.ancestors + row) : 0u;
+    // A row whose splits have another size sees nothing: it is done with the units of that size.
+    DEVICE RowView(const Params& p, int row, int size) {
+        if (row >= p.rows) return;
+        const int position = static_cast<int>(global_load(p.positions + row));
+        if (split_size(p, position) != size) return;
+        oldest = position - p.window + 1;
+        const uint32_t ancestors = global_load(p.ancestors + row);
+        for (int other = 0; other < p.rows; ++other) {
+            const bool near = position - static_cast<int>(global_load(p.positions + other)) < p.window;
+            if (near) own |= ancestors & (1u << other);
+        }
     }
-    DEVICE bool sees(const Params& p, const Range& range, int key) const {
-        if (position < 0 || key >= range.end) return false;
-        if (key < range.length) return position - key < p.window;
-        const int row = key - range.length;
-        return ((ancestors >> row) & 1u) != 0u &&
-               position - static_cast<int>(global_load(p.positions + row)) < p.window;
+    DEVICE bool present() const { return own != 0u; }  // every row sees itself
+    DEVICE bool sees(const Range& range, int key) const {
+        if (key < range.length) return key >= oldest;
+        return key < range.end && ((own >> (key - range.length)) & 1u) != 0u;
     }
 };
 
@@ -63,40 +83,60 @@ DEVICE uint4 load_cached(const void* cache, int64_t element) {
     }
 }
 
-// One warp: queries of tile `tile` against split `split` of KV head `kv_head`.
-DEVICE void run_unit(const Params& p, const Range& range, int split, int kv_head, int tile) {
+// Slots of the keys first + 8 block + g; -1 where no row sees a key, so that no stale slot is ever read.
+DEVICE void load_slots(const Params& p, const Range& range, int first, int32_t (&slot)[KEY_BLOCKS]) {
+#pragma unroll
+    for (int block = 0; block < KEY_BLOCKS; ++block) {
+        const int index = first + block * 8 + lane_index() / 4;
+        slot[block] = -1;
+        if (index >= range.first && index < range.end) {
+            slot[block] = index < range.length ? global_load(p.page_table + index)
+                                               : static_cast<int32_t>(global_load(p.slots + (index - range.length)));
+        }
+    }
+}
+
+// The (row, query head) pair of a lane: row g (half 0) or g + 8 (half 1) of an m16 tile.
+struct Pair {
+    int row, head;
+
+    DEVICE Pair(int kv_head, int tile, int half) {
+        const int pair = tile * 16 + lane_index() / 4 + 8 * half;
+        row = pair / GROUP;
+        head = kv_head * GROUP + pair % GROUP;
+    }
+};
+
+// One warp: queries of tile `tile` against split `split` (of `size` keys) of KV head `kv_head`.
+DEVICE void run_unit(const Params& p, const Range& range, int size, int split, int kv_head, int tile) {
     const int g = lane_index() / 4, t = lane_index() % 4;
-    int row[2], head[2];
+    const int split_first = (range.first_split(size) + split) * size;
+    const int split_end = split_first + size < range.end ? split_first + size : range.end;
+    int32_t slot[KEY_BLOCKS];
+    load_slots(p, range, split_first, slot);
     uint4 query[2][2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int pair = tile * 16 + g + 8 * half;
-        row[half] = pair / GROUP;
-        head[half] = kv_head * GROUP + pair % GROUP;
-        if (row[half] < p.rows) {
-            const uint16_t* q = p.query + (row[half] * cfg::HEADS + head[half]) * cfg::HEAD_DIM + 8 * t;
+        const Pair pair(kv_head, tile, half);
+        if (pair.row < p.rows) {
+            const uint16_t* q = p.query + (pair.row * cfg::HEADS + pair.head) * cfg::HEAD_DIM + 8 * t;
             query[half][0] = global_load(reinterpret_cast<const uint4*>(q));
             query[half][1] = global_load(reinterpret_cast<const uint4*>(q + 32));
         }
     }
-    const RowView view[2] = {RowView(p, row[0]), RowView(p, row[1])};
+    const RowView view[2] = {RowView(p, Pair(kv_head, tile, 0).row, size),
+                             RowView(p, Pair(kv_head, tile, 1).row, size)};
 
     float out[8][4];
     clear(out);
     float highest[2] = {-infinity(), -infinity()}, total[2] = {0.f, 0.f};
-    const int split_first = (range.first_split() + split) * cfg::KV_SPLIT;
-    const int split_end = split_first + cfg::KV_SPLIT < range.end ? split_first + cfg::KV_SPLIT : range.end;
-
     for (int first = split_first; first < split_end; first += KEYS) {
-        // Lane g holds key g of each block of eight; keys nobody sees are zeros, so that no stale slot is ever read.
         uint4 key[KEY_BLOCKS][2] = {}, value[KEY_BLOCKS][2] = {};
 #pragma unroll
         for (int block = 0; block < KEY_BLOCKS; ++block) {
-            const int index = first + block * 8 + g;
-            if (index >= range.first && index < range.end) {
-                const int64_t slot = index < range.length ? static_cast<int64_t>(global_load(p.page_table + index))
-                                                          : global_load(p.slots + (index - range.length));
-                const int64_t element = (slot * cfg::KV_HEADS + kv_head) * cfg::HEAD_DIM + 8 * t;
+            if (slot[block] >= 0) {
+                const int64_t element =
+                    (static_cast<int64_t>(slot[block]) * cfg::KV_HEADS + kv_head) * cfg::HEAD_DIM + 8 * t;
 #pragma unroll
                 for (int part = 0; part < 2; ++part) {
                     key[block][part] = load_cached(p.key_cache, element + 32 * part);
@@ -104,6 +144,7 @@ DEVICE void run_unit(const Params& p, const Range& range, int split, int kv_head
                 }
             }
         }
+        load_slots(p, range, first + KEYS, slot);  // of the next turn, while this one waits for its keys
         float score[KEY_BLOCKS][4];
         clear(score);
 #pragma unroll
@@ -123,7 +164,7 @@ DEVICE void run_unit(const Params& p, const Range& range, int split, int kv_head
             for (int block = 0; block < KEY_BLOCKS; ++block) {
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
-                    const bool seen = view[half].sees(p, range, first + block * 8 + 2 * t + c);
+                    const bool seen = view[half].sees(range, first + block * 8 + 2 * t + c);
                     float& s = score[block][2 * half + c];
                     s = seen ? s * cfg::SCORE_SCALE_LOG2 : -infinity();
                     top = s > top ? s : top;
@@ -177,8 +218,9 @@ DEVICE void run_unit(const Params& p, const Range& range, int split, int kv_head
 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        if (row[half] >= p.rows) continue;
-        const int64_t at = static_cast<int64_t>(row[half] * cfg::HEADS + head[half]) * p.max_splits + split;
+        if (!view[half].present()) continue;
+        const Pair pair(kv_head, tile, half);
+        const int64_t at = static_cast<int64_t>(pair.row * cfg::HEADS + pair.head) * p.max_splits + split;
         float* sums = p.attention_sums + at * cfg::HEAD_DIM + 8 * t;
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
@@ -197,18 +239,23 @@ DEVICE void run_unit(const Params& p, const Range& range, int split, int kv_head
 }
 
 // All units of this CTA: (split, KV head) pairs are dealt to the CTAs, query tiles to the warps.
-DEVICE void run(const Params& p) {
-    const Range range(p);
-    const int pairs = range.splits() * cfg::KV_HEADS;
+DEVICE void run_size(const Params& p, const Range& range, int size) {
+    const int pairs = range.splits(size) * cfg::KV_HEADS;
     const int tiles = (p.rows * GROUP + 15) / 16;
     int turn = 0;
     for (int pair = cta_index(); pair < pairs; pair += cfg::SMS) {
         for (int tile = 0; tile < tiles; ++tile, ++turn) {
             if (turn % cfg::MATH_WARPS == warp_index()) {
-                run_unit(p, range, pair / cfg::KV_HEADS, pair % cfg::KV_HEADS, tile);
+                run_unit(p, range, size, pair / cfg::KV_HEADS, pair % cfg::KV_HEADS, tile);
             }
         }
     }
+}
+
+DEVICE void run(const Params& p) {
+    const Range range(p);
+#pragma unroll 1
+    for (int size = range.small_size; size <= range.large_size; size *= 2) run_size(p, range, size);
     arrive_math(p, protocol::Counter::ATTENTION);
 }
 

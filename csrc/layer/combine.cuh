@@ -7,7 +7,7 @@ namespace combine {
 // Sum of squares of ((1 + w) y) over one line, by one warp.
 DEVICE float line_squares(const Params& p, const float* line) {
     float squares = 0.f;
-#pragma unroll 4
+#pragma unroll 16
     for (int column = lane_index() * 4; column < cfg::MOE_HIDDEN; column += WARP * 4) {
         squares += square_sum(times(load_f32x4(line + column), centred_gamma(p.post_expert_norm + column)));
     }
@@ -21,7 +21,7 @@ DEVICE int line_of(const Params& p, int row, int slot) {
 }
 
 DEVICE void combine_row(const Params& p, int row) {
-    const uint32_t scale_at = cfg::REDUCE_AT;  // [TOP_K] omega times the norm's factor; then [TOP_K] lines
+    const uint32_t scale_at = cfg::REDUCE_AT;  // [TOP_K] the norm's factors, then lines, then omegas
     for (int slot = warp_index(); slot < cfg::TOP_K; slot += cfg::MATH_WARPS) {
         const int line = line_of(p, row, slot);
         float factor = 0.f;
@@ -32,19 +32,26 @@ DEVICE void combine_row(const Params& p, int row) {
         if (lane_index() == 0) {
             shared_store(scale_at + slot * 4, factor);
             shared_store(scale_at + (cfg::TOP_K + slot) * 4, line);
+            shared_store(scale_at + (2 * cfg::TOP_K + slot) * 4,
+                         global_load(p.route_weights + row * cfg::TOP_K + slot));
         }
     }
     math_barrier();
     for_columns<cfg::MOE_HIDDEN>([&](int, int column) {
         const float4 gamma = centred_gamma(p.post_expert_norm + column);
         float4 sum{0.f, 0.f, 0.f, 0.f};
+        float4 y[cfg::TOP_K];
+#pragma unroll
         for (int slot = 0; slot < cfg::TOP_K; ++slot) {
             const int line = shared_load<int>(scale_at + (cfg::TOP_K + slot) * 4);
-            if (line < 0) continue;
-            const float factor = shared_load<float>(scale_at + slot * 4);
-            const float omega = global_load(p.route_weights + row * cfg::TOP_K + slot);
-            const float4 y = load_f32x4(p.expert_output + static_cast<int64_t>(line) * cfg::MOE_HIDDEN + column);
-            const float4 m = times(times(y, gamma), factor);
+            y[slot] = float4{0.f, 0.f, 0.f, 0.f};
+            if (line >= 0)
+                y[slot] = load_f32x4(p.expert_output + static_cast<int64_t>(line) * cfg::MOE_HIDDEN + column);
+        }
+#pragma unroll
+        for (int slot = 0; slot < cfg::TOP_K; ++slot) {
+            const float4 m = times(times(y[slot], gamma), shared_load<float>(scale_at + slot * 4));
+            const float omega = shared_load<float>(scale_at + (2 * cfg::TOP_K + slot) * 4);
             sum = float4{sum.x + omega * m.x, sum.y + omega * m.y, sum.z + omega * m.z, sum.w + omega * m.w};
         }
         store_bf16x4(p.combined + row * cfg::MOE_HIDDEN + column, Exchange::combined_experts(p, row, column, sum));

@@ -64,11 +64,12 @@ DEVICE void load_weight_stage(const Ring& ring, const void* weights, const void*
     } else {
         using S = Shape<G>;
         constexpr int ROW_BYTES = S::CHUNK * 2;
-        if (lane_index() == 0) mbarrier_arrive_expect(ring.full(), S::ROWS * ROW_BYTES);
-        warp_sync();
+        if (!elect_one()) return;
+        mbarrier_arrive_expect(ring.full(), S::ROWS * ROW_BYTES);
         const uint16_t* base =
             static_cast<const uint16_t*>(weights) + static_cast<int64_t>(expert) * G::N * G::K + chunk * S::CHUNK;
-        for (int row = lane_index(); row < S::ROWS; row += WARP) {
+#pragma unroll 16
+        for (int row = 0; row < S::ROWS; ++row) {
             bulk_load(ring.weights() + row_offset<ROW_BYTES>(row),
                       base + static_cast<int64_t>(S::weight_row(block, row)) * G::K, ROW_BYTES, ring.full(), policy);
         }
@@ -111,20 +112,22 @@ DEVICE void load_tokens(const Params& p, Ring& ring, int before, uint32_t epoch,
     for (int index, block; tasks.next(index, block);) {
         const uint32_t rows = routing::Table::rows_of(routing::Table::expert(index));
         const int count = population_count(rows);
-        const uint16_t* line = nullptr;
+        const uint16_t* lines = p.expert_input;
         if constexpr (G::SEGMENTS == 1) {
             wait_activations(p, index, epoch);
-            line = p.activated + static_cast<int64_t>(routing::Table::first_line(index) + lane_index()) * G::K;
-        } else if (lane_index() < count) {
-            line = p.expert_input + static_cast<int64_t>(routing::nth_row(rows, lane_index())) * G::K;
+            lines = p.activated + static_cast<int64_t>(routing::Table::first_line(index)) * G::K;
         }
         for (int chunk = 0; chunk < S::CHUNKS; ++chunk) {
             ring.wait_empty(p);
-            if (lane_index() == 0) mbarrier_arrive_expect(ring.full(), count * S::TOKEN_BYTES);
-            warp_sync();
-            if (lane_index() < count) {
-                bulk_load(ring.tokens() + row_offset<S::TOKEN_BYTES>(lane_index()), line + chunk * S::CHUNK,
-                          S::TOKEN_BYTES, ring.full(), policy);
+            if (elect_one()) {
+                mbarrier_arrive_expect(ring.full(), count * S::TOKEN_BYTES);
+                uint32_t left = rows;
+                for (int column = 0; column < count; ++column, left &= left - 1u) {
+                    const int line = G::SEGMENTS == 1 ? column : lowest_bit(left);
+                    bulk_load(ring.tokens() + row_offset<S::TOKEN_BYTES>(column),
+                              lines + static_cast<int64_t>(line) * G::K + chunk * S::CHUNK, S::TOKEN_BYTES, ring.full(),
+                              policy);
+                }
             }
             ring.next();
         }

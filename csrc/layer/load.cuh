@@ -3,6 +3,26 @@
 #include "ring.cuh"
 #include "schedule.cuh"
 
+// One stage of at most ROWS rows of ROW_BYTES; `left` rows exist.
+template <int ROWS, int ROW_BYTES>
+DEVICE void load_rows(const Ring& ring, int left, const char* source, int64_t stride, uint64_t policy) {
+    if (!elect_one()) return;
+    if (left >= ROWS) {
+        mbarrier_arrive_expect(ring.full(), ROWS * ROW_BYTES);
+#pragma unroll 16
+        for (int row = 0; row < ROWS; ++row) {
+            bulk_load(ring.weights() + row_offset<ROW_BYTES>(row), source + row * stride, ROW_BYTES, ring.full(),
+                      policy);
+        }
+    } else {
+        mbarrier_arrive_expect(ring.full(), left * ROW_BYTES);
+        for (int row = 0; row < left; ++row) {
+            bulk_load(ring.weights() + row_offset<ROW_BYTES>(row), source + row * stride, ROW_BYTES, ring.full(),
+                      policy);
+        }
+    }
+}
+
 template <class G>
 DEVICE void load_weights(const Params& p, Ring& ring, const void* weights, uint64_t policy) {
     using Shape = Geometry<G>;
@@ -11,16 +31,10 @@ DEVICE void load_weights(const Params& p, Ring& ring, const void* weights, uint6
     DenseTasks<G> tasks;
     for (DenseTask task; tasks.next(task);) {
         const int left = G::N - task.block * BLOCK_ROWS;
-        const int rows = left < BLOCK_ROWS ? left : BLOCK_ROWS;
+        const char* block = base + task.block * BLOCK_ROWS * STRIDE;
         for (int chunk = task.chunk; chunk < task.chunk_end; ++chunk) {
             ring.wait_empty(p);
-            if (lane_index() == 0) mbarrier_arrive_expect(ring.full(), rows * Shape::ROW_BYTES);
-            warp_sync();
-            for (int row = lane_index(); row < rows; row += WARP) {
-                bulk_load(ring.weights() + row_offset<Shape::ROW_BYTES>(row),
-                          base + (task.block * BLOCK_ROWS + row) * STRIDE + chunk * Shape::ROW_BYTES, Shape::ROW_BYTES,
-                          ring.full(), policy);
-            }
+            load_rows<BLOCK_ROWS, Shape::ROW_BYTES>(ring, left, block + chunk * Shape::ROW_BYTES, STRIDE, policy);
             ring.next();
         }
     }
@@ -34,12 +48,16 @@ DEVICE void load_tokens(const Params& p, Ring& ring, const uint16_t* rows, uint6
     for (DenseTask task; tasks.next(task);) {
         for (int chunk = task.chunk; chunk < task.chunk_end; ++chunk) {
             ring.wait_empty(p);
-            if (lane_index() == 0) mbarrier_arrive_expect(ring.full(), p.rows * Shape::TOKEN_BYTES);
-            warp_sync();
-            if (lane_index() < p.rows) {
-                bulk_load(ring.tokens() + row_offset<Shape::TOKEN_BYTES>(lane_index()),
-                          rows + static_cast<int64_t>(lane_index()) * G::K + chunk * G::CHUNK, Shape::TOKEN_BYTES,
-                          ring.full(), policy);
+            if (elect_one()) {
+                mbarrier_arrive_expect(ring.full(), p.rows * Shape::TOKEN_BYTES);
+#pragma unroll
+                for (int row = 0; row < cfg::ROW_CAP; ++row) {
+                    if (row < p.rows) {
+                        bulk_load(ring.tokens() + row_offset<Shape::TOKEN_BYTES>(row),
+                                  rows + static_cast<int64_t>(row) * G::K + chunk * G::CHUNK, Shape::TOKEN_BYTES,
+                                  ring.full(), policy);
+                    }
+                }
             }
             ring.next();
         }

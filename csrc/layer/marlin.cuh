@@ -33,22 +33,25 @@ struct Stage {
                   "two steps at a time per warp");
 };
 
-// One run of neighbouring tiles of one step is one copy of codes and one of scales; lanes take (step, segment) pairs.
+// One run of neighbouring tiles of one step is one copy of codes and one of scales.
 template <class G, class R>
 DEVICE void load_stage(const R& ring, const void* weights, const void* scales, int expert, int block, int chunk,
                        uint64_t policy) {
     using S = Stage<G>;
-    if (lane_index() == 0) mbarrier_arrive_expect(ring.full(), S::CODES + S::SCALES);
-    warp_sync();
+    if (!elect_one()) return;
+    mbarrier_arrive_expect(ring.full(), S::CODES + S::SCALES);
     const int64_t first_step = static_cast<int64_t>(expert) * (G::K / 16) + chunk * G::STEPS;
-    for (int i = lane_index(); i < G::STEPS * G::SEGMENTS; i += WARP) {
-        const int step = i / G::SEGMENTS, segment = i % G::SEGMENTS;
-        const int64_t tile = (first_step + step) * S::N_TILES + segment * (S::N_TILES / G::SEGMENTS) + block * S::RUN;
+    const int64_t first_tile = first_step * S::N_TILES + block * S::RUN;
+    const char* codes = static_cast<const char*>(weights) + first_tile * TILE_BYTES;
+    const char* bytes = static_cast<const char*>(scales) + first_tile * TILE_SCALES;
+#pragma unroll
+    for (int i = 0; i < G::STEPS * G::SEGMENTS; ++i) {
+        const int tile = i / G::SEGMENTS * S::N_TILES + i % G::SEGMENTS * (S::N_TILES / G::SEGMENTS);
         const int place = i * S::RUN;
-        bulk_load(ring.weights() + place * TILE_BYTES, static_cast<const char*>(weights) + tile * TILE_BYTES,
-                  S::RUN * TILE_BYTES, ring.full(), policy);
-        bulk_load(ring.weights() + S::CODES + place * TILE_SCALES,
-                  static_cast<const char*>(scales) + tile * TILE_SCALES, S::RUN * TILE_SCALES, ring.full(), policy);
+        bulk_load(ring.weights() + place * TILE_BYTES, codes + tile * TILE_BYTES, S::RUN * TILE_BYTES, ring.full(),
+                  policy);
+        bulk_load(ring.weights() + S::CODES + place * TILE_SCALES, bytes + tile * TILE_SCALES, S::RUN * TILE_SCALES,
+                  ring.full(), policy);
     }
 }
 

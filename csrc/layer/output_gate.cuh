@@ -5,34 +5,49 @@
 
 namespace output_gate {
 
-constexpr int64_t UNITS_CAP = static_cast<int64_t>(cfg::ROW_CAP) * cfg::HEADS;
-
 // One warp: lane l has dimensions 2l and 2l + 1.
 DEVICE void run_unit(const Params& p, const attention::Range& range, int row, int head) {
     const int position = static_cast<int>(global_load(p.positions + row));
+    const int size = attention::split_size(p, position);
     const int oldest = position - p.window + 1 < 0 ? 0 : position - p.window + 1;
-    const int first = oldest / cfg::KV_SPLIT - range.first_split();
-    const int splits = range.splits();
-    const int64_t at = static_cast<int64_t>(row * cfg::HEADS + head) * p.max_splits;
+    // The row's own splits, counted from its own first one: company must not change the order of anything.
+    const int first = oldest / size - range.first_split(size);
+    const int splits = range.splits(size) - first;
+    const int64_t at = static_cast<int64_t>(row * cfg::HEADS + head) * p.max_splits + first;
     const float2* state = reinterpret_cast<const float2*>(p.attention_state) + at;
     const float* sums = p.attention_sums + at * cfg::HEAD_DIM + 2 * lane_index();
 
+    // Lane i knows the maxima and totals of splits i, i + 32, ...
+    constexpr int TURNS = (cfg::SPLITS_CAP + 2 + WARP - 1) / WARP;
+    float2 part[TURNS];
     float top = -infinity();
-    for (int split = first; split < splits; ++split) {
-        const float highest = global_load(state + split).x;
-        top = highest > top ? highest : top;
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+        const int split = turn * WARP + lane_index();
+        part[turn] = split < splits ? global_load(state + split) : float2{-infinity(), 0.f};
+        top = part[turn].x > top ? part[turn].x : top;
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+        const float other = shuffle_xor(top, step);
+        top = other > top ? other : top;
     }
     float total = 0.f, low = 0.f, high = 0.f;
-#pragma unroll 4
-    for (int split = first; split < splits; ++split) {
-        const float2 part = global_load(state + split);
-        const float2 sum =
-            global_load(reinterpret_cast<const float2*>(sums + static_cast<int64_t>(split) * cfg::HEAD_DIM));
-        const float weight = part.x == -infinity() ? 0.f : exponential_base2(part.x - top);
-        total += part.y * weight;
-        low += sum.x * weight;
-        high += sum.y * weight;
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+        const float weight = part[turn].x == -infinity() ? 0.f : exponential_base2(part[turn].x - top);
+        total += part[turn].y * weight;
+        const int here = splits - turn * WARP < WARP ? splits - turn * WARP : WARP;
+#pragma unroll 8
+        for (int split = 0; split < here; ++split) {
+            const float2 sum = global_load(
+                reinterpret_cast<const float2*>(sums + static_cast<int64_t>(turn * WARP + split) * cfg::HEAD_DIM));
+            const float scale = bits_float(shuffle(float_bits(weight), split));
+            low += sum.x * scale;
+            high += sum.y * scale;
+        }
     }
+    total = warp_sum(total);
     low = bf16_to_float(float_to_bf16(low / total));
     high = bf16_to_float(float_to_bf16(high / total));
     const float scale = reciprocal_root(warp_sum(low * low + high * high) / cfg::HEAD_DIM + cfg::RMS_EPS);

@@ -35,31 +35,30 @@ DEVICE void expert_input_row(const Params& p, int row) {
     });
 }
 
+DEVICE int beats(float theirs, int their_id, float mine, int my_id) {
+    return theirs > mine || (theirs == mine && their_id < my_id) ? 1 : 0;
+}
+
 // F3-F5 for one row: an expert's rank is the number of experts that beat it; ties go to the lower id.
 DEVICE void route_row(const Params& p, int row) {
     const uint32_t selection_at = cfg::REDUCE_AT, score_at = selection_at + cfg::EXPERTS * 4;
     const uint32_t chosen_at = score_at + cfg::EXPERTS * 4;
-    for (int group = thread_index(); group < (cfg::EXPERTS + 3) / 4; group += cfg::MATH_THREADS) {
-        const float4 logits = sum_parts<Router>(p.router_partial, row, group * 4);
-        const float four[4] = {logits.x, logits.y, logits.z, logits.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int expert = group * 4 + i;
-            if (expert >= cfg::EXPERTS) break;
-            const float score = output_gate::sigmoid(four[i] * cfg::OUTPUT_MULTIPLIER);
-            global_store(p.router_logits + row * cfg::EXPERTS + expert, four[i]);
-            shared_store(score_at + expert * 4, score);
-            shared_store(selection_at + expert * 4, score + global_load(p.router_bias + expert));
-        }
+    for (int expert = thread_index(); expert < cfg::EXPERTS; expert += cfg::MATH_THREADS) {
+        const float logit = sum_parts_one<Router>(p.router_partial, row, expert);
+        const float score = output_gate::sigmoid(logit * cfg::OUTPUT_MULTIPLIER);
+        global_store(p.router_logits + row * cfg::EXPERTS + expert, logit);
+        shared_store(score_at + expert * 4, score);
+        shared_store(selection_at + expert * 4, score + global_load(p.router_bias + expert));
     }
     math_barrier();
     for (int expert = thread_index(); expert < cfg::EXPERTS; expert += cfg::MATH_THREADS) {
         const float mine = shared_load<float>(selection_at + expert * 4);
         int rank = 0;
 #pragma unroll 8
-        for (int other = 0; other < cfg::EXPERTS; ++other) {
-            const float theirs = shared_load<float>(selection_at + other * 4);
-            rank += (theirs > mine || (theirs == mine && other < expert)) ? 1 : 0;
+        for (int other = 0; other < cfg::EXPERTS; other += 4) {
+            const float4 theirs = shared_load<float4>(selection_at + other * 4);
+            rank += beats(theirs.x, other, mine, expert) + beats(theirs.y, other + 1, mine, expert) +
+                    beats(theirs.z, other + 2, mine, expert) + beats(theirs.w, other + 3, mine, expert);
         }
         if (rank < cfg::TOP_K) {
             global_store(p.route_ids + row * cfg::TOP_K + rank, expert);
@@ -105,12 +104,6 @@ struct Table {
         return first_line(index) + population_count(rows_of(expert) & ((1u << row) - 1u));
     }
 };
-
-// The row at place `place` of a row set.
-DEVICE int nth_row(uint32_t rows, int place) {
-    for (int skip = 0; skip < place; ++skip) rows &= rows - 1u;
-    return population_count((rows & (0u - rows)) - 1u);
-}
 
 // Routing warp: builds the table and publishes it to the CTA.
 DEVICE void build_table(const Params& p, uint32_t epoch) {

@@ -16,13 +16,11 @@ struct Geometry {
     static constexpr int TOKEN_BYTES = G::CHUNK * 2;
     static_assert(G::K % G::CHUNK == 0, "a chunk divides K");
 
-    // Worker w owns the units from first_unit(w) up to first_unit(w + 1).
-    DEVICE static int first_unit(int worker) {
-        return static_cast<int>(static_cast<int64_t>(worker) * UNITS / WORKERS);
-    }
-    DEVICE static int worker_of(int unit) {
-        return static_cast<int>((static_cast<int64_t>(unit + 1) * WORKERS - 1) / UNITS);
-    }
+    // Worker w owns the units from first_unit(w) up to first_unit(w + 1). 32-bit divisions by constants: these run on
+    // the critical path of every hand-off.
+    static_assert(static_cast<int64_t>(UNITS + 1) * (WORKERS + 1) < (int64_t{1} << 31), "unit numbers fit 32 bits");
+    DEVICE static int first_unit(int worker) { return static_cast<int>(uint32_t(worker) * uint32_t(UNITS) / WORKERS); }
+    DEVICE static int worker_of(int unit) { return static_cast<int>((uint32_t(unit + 1) * WORKERS - 1u) / UNITS); }
     DEVICE static int first_worker(int block) { return worker_of(block * CHUNKS); }
     DEVICE static int parts(int block) {
         return G::WHOLE_K ? 1 : worker_of(block * CHUNKS + CHUNKS - 1) - first_worker(block) + 1;
@@ -45,9 +43,8 @@ struct DenseTasks {
             at = cta;
             end = Geometry<G>::BLOCKS;
         } else {
-            const bool works = cta < Geometry<G>::WORKERS;
-            at = works ? Geometry<G>::first_unit(cta) : 0;
-            end = works ? Geometry<G>::first_unit(cta + 1) : 0;
+            at = Geometry<G>::first_unit(cta < Geometry<G>::WORKERS ? cta : Geometry<G>::WORKERS);
+            end = Geometry<G>::first_unit(cta < Geometry<G>::WORKERS ? cta + 1 : Geometry<G>::WORKERS);
         }
     }
     DEVICE bool next(DenseTask& task) {
@@ -76,7 +73,7 @@ DEVICE float4 sum_parts(const float* partial, int row, int column) {
     const int parts = Geometry<G>::parts(block);
     const float* at = partial + ((block * G::PARTS) * cfg::ROW_CAP + row) * BLOCK_ROWS + column % BLOCK_ROWS;
     float4 sum = global_load(reinterpret_cast<const float4*>(at));
-#pragma unroll 4  // the router's many parts would take too many registers at once
+#pragma unroll
     for (int part = 1; part < G::PARTS; ++part) {
         if (part < parts) {
             const float4 more = global_load(reinterpret_cast<const float4*>(at + part * cfg::ROW_CAP * BLOCK_ROWS));
@@ -85,6 +82,20 @@ DEVICE float4 sum_parts(const float* partial, int row, int column) {
             sum.z += more.z;
             sum.w += more.w;
         }
+    }
+    return sum;
+}
+
+// The same for one output.
+template <class G>
+DEVICE float sum_parts_one(const float* partial, int row, int column) {
+    const int block = column / BLOCK_ROWS;
+    const int parts = Geometry<G>::parts(block);
+    const float* at = partial + ((block * G::PARTS) * cfg::ROW_CAP + row) * BLOCK_ROWS + column % BLOCK_ROWS;
+    float sum = global_load(at);
+#pragma unroll 16
+    for (int part = 1; part < G::PARTS; ++part) {
+        if (part < parts) sum += global_load(at + part * cfg::ROW_CAP * BLOCK_ROWS);
     }
     return sum;
 }

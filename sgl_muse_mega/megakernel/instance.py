@@ -5,7 +5,6 @@ that `Instance.header` generates.
 """
 
 import itertools
-import math
 from dataclasses import dataclass, fields
 
 from sgl_muse_mega.config import TargetConfig
@@ -107,7 +106,8 @@ class Instance:
     softcap: float
     attention_scale: float
     math_warps: int = 8
-    kv_split: int = 128
+    min_split: int = 64  # keys of a split of attention while there are at most splits_cap of them
+    splits_cap: int = 128
     head_dim: int = 64
     trace: bool = False
 
@@ -272,7 +272,7 @@ class Instance:
         rows = self.math_warps // (BLOCK_ROWS // 16) * BLOCK_ROWS
         if self.nvfp4:
             rows = max(rows, *(64 * t.tiles * t.k_parts for t in (self.gate_up_tiles, self.down_tiles)))
-        routing = (2 * self.experts + self.top_k) * 4
+        routing = max(2 * self.experts + self.top_k, 3 * self.top_k) * 4
         return _round_up(max(rows * (self.row_cap + 1) * 4, routing), 128)
 
     @property
@@ -310,7 +310,7 @@ class Instance:
             "THREADS": self.threads, "HIDDEN": self.hidden, "HEADS": self.heads, "KV_HEADS": self.kv_heads,
             "HEAD_DIM": self.head_dim, "EXPERTS": self.experts, "LOCAL_EXPERTS": self.local_experts,
             "TOP_K": self.top_k, "MOE_HIDDEN": self.moe_hidden, "MOE_INTER": self.moe_inter, "VOCAB": self.vocab,
-            "KV_SPLIT": self.kv_split, "STAGES": self.stages,
+            "MIN_SPLIT": self.min_split, "SPLITS_CAP": self.splits_cap, "STAGES": self.stages,
         }  # fmt: skip
         for name in ("o_proj", "router", "pre_proj", "post_proj", "qkv_proj", "lm_head"):
             dense: Dense = getattr(self, name)
@@ -342,10 +342,10 @@ class Instance:
         """One line for logs and cache entries."""
         return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
 
-    def max_splits(self, max_context: int, window: int | None) -> int:
-        """Most key splits a step can touch: the splits of the visible range plus the step's own rows."""
-        keys = max_context if window is None else min(max_context, window + self.row_cap)
-        return math.ceil(keys / self.kv_split) + 1
+    @property
+    def max_splits(self) -> int:
+        """Most splits of one size that a step can touch: those of one row, an edge, and the step's own rows."""
+        return self.splits_cap + 2
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sgl_muse_mega.checkpoint.random_weights import random_layer
 from sgl_muse_mega.config import QuantizationConfig, TargetConfig
+from sgl_muse_mega.megakernel.instance import MAX_ROWS
 from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.step import CACHE_DTYPES, Step
 from sgl_muse_mega.megakernel.weights import KernelLayer, KernelWeights, prepare_layer
@@ -162,12 +163,12 @@ class RandomStep:
             weights,
             machine,
             row_cap=row_cap,
-            max_context=max_context,
+            max_context=max_context + MAX_ROWS,
             kv_dtype=kv_dtype,
             taps=taps,
             trace=trace,
         )
-        shape = (max_context + row_cap + 17, config.num_key_value_heads, config.head_dim)
+        shape = (max_context + 3 * MAX_ROWS, config.num_key_value_heads, config.head_dim)
         dtype = CACHE_DTYPES[kv_dtype]
         caches = [
             (

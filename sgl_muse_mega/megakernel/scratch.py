@@ -66,8 +66,8 @@ class Activations:
     greedy_ids: Tensor  # int64 [row_cap]
 
     @classmethod
-    def allocate(cls, instance: Instance, max_splits: int, device: torch.device) -> "Activations":
-        i, t = instance, instance.row_cap
+    def allocate(cls, instance: Instance, device: torch.device) -> "Activations":
+        i, t, max_splits = instance, instance.row_cap, instance.max_splits
         bf16, f32, i32 = torch.bfloat16, torch.float32, torch.int32
         lines = t * i.top_k
         shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {

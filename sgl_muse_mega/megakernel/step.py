@@ -78,10 +78,8 @@ class Step:
         trace_shape = (machine.sms, self.instance.threads // 32, len(protocol.POINTS)) if trace else (0,)
         self.trace = torch.zeros(trace_shape, dtype=torch.int64, device=device)
         self.max_context = max_context
-        windows = [config.window(i) for i in range(len(weights.layers))]
-        self.max_splits = max(self.instance.max_splits(max_context + row_cap, w) for w in windows)
         self.inputs = StepInputs.allocate(row_cap, max_context + row_cap, device)
-        self.activations = Activations.allocate(self.instance, self.max_splits, device)
+        self.activations = Activations.allocate(self.instance, device)
         self.taps = torch.zeros(row_cap, max(1, len(taps)), config.hidden_size, dtype=torch.bfloat16, device=device)
         thetas = {config.rope_theta(i) for i in range(len(weights.layers))} - {0.0}
         self._rope = {theta: rope_table(theta, max_context + row_cap, config.head_dim, device) for theta in thetas}
@@ -171,7 +169,7 @@ class Step:
                 setattr(params, name, getattr(source, name).data_ptr())
         params.fault_record = self.machine.fault_record.data_ptr()
         params.deadline_ns = self.machine.deadline_ns
-        params.max_splits = self.max_splits
+        params.max_splits = self.instance.max_splits
         params.trace = self.trace.data_ptr() or None
         params.rows, params.rank, params.launch = rows, self.rank, launch
         return params
