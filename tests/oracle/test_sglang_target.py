@@ -17,7 +17,7 @@ from sgl_muse_mega.reference.cache import KVCache
 from sgl_muse_mega.reference.numerics import Numerics
 from sgl_muse_mega.reference.target import ReferenceLayer
 
-SAME = 3e-4
+SAME = 6e-4
 BANDS = {
     "A1": (1.5e-3, 5e-3),
     "A6": (4e-4, 2.5e-3),
