@@ -1,5 +1,7 @@
 """The emulator as a machine of `megakernel.machine`: a step's launches are collected, and run when waited for."""
 
+import ctypes
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -7,23 +9,32 @@ import torch
 from torch import Tensor
 
 from sgl_muse_mega.emulator.compile import compile_kernels
-from sgl_muse_mega.emulator.machine import PLAIN, EmulatorFault, KernelLibrary, Launch, Region, Schedule, Statistics, machine
+from sgl_muse_mega.emulator.machine import (
+    PLAIN,
+    EmulatorFault,
+    KernelLibrary,
+    Launch,
+    Region,
+    Schedule,
+    Statistics,
+    machine,
+)
 from sgl_muse_mega.megakernel.build import Progress, quiet
-from sgl_muse_mega.megakernel.instance import Instance
-from sgl_muse_mega.megakernel.protocol import RECORD_WORDS, FaultRecord, Params
+from sgl_muse_mega.megakernel.compiled import Compiled
+from sgl_muse_mega.megakernel.protocol import RECORD_WORDS, FaultRecord
 from sgl_muse_mega.megakernel.step import Step
 
 
 class EmulatedModule:
-    """The three kernels of one instance."""
+    """The kernels of one instance."""
 
-    def __init__(self, owner: "Emulator", instance: Instance, library: KernelLibrary) -> None:
+    def __init__(self, owner: "Emulator", instance: Compiled, library: KernelLibrary) -> None:
         self._owner = owner
         self._library = library
         self._shared_bytes = instance.shared_offsets["SHARED_BYTES"]
         self._sms = instance.sms
 
-    def launch(self, kernel: str, params: Params) -> None:
+    def launch(self, kernel: str, params: ctypes.Structure) -> None:
         """Puts a launch at the end of the stream."""
         self._owner.enqueue(Launch(self._library.kernel(kernel), bytes(params), self._sms, self._shared_bytes))
 
@@ -43,9 +54,14 @@ class Emulator:
         self.fault_record = torch.zeros(RECORD_WORDS, dtype=torch.int64)
         self._stream: list[Launch] = []
 
-    def load(self, instance: Instance, progress: Progress = quiet) -> EmulatedModule:
+    def load(self, instance: Compiled, progress: Progress = quiet) -> EmulatedModule:
         progress(f"Compiling the layer kernel for the emulator ({instance.describe()})")
-        return EmulatedModule(self, instance, KernelLibrary(compile_kernels(instance.header(), self._sources)))
+        path = compile_kernels(instance.header(), self._sources, instance.source)
+        return EmulatedModule(self, instance, KernelLibrary(path))
+
+    def declare(self, memory: Sequence[tuple[str, Tensor, bool, bool]]) -> None:
+        """`attach` for launches that are no `Step`: (name, tensor, constant, written)."""
+        machine().use([Region(*each) for each in memory])
 
     def enqueue(self, launch: Launch) -> None:
         self._stream.append(launch)

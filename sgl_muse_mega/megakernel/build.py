@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_muse_mega.errors import UserError
-from sgl_muse_mega.megakernel.instance import Instance
+from sgl_muse_mega.megakernel.compiled import Compiled
 from sgl_muse_mega.toolchain import cache_directory, find_nvcc
 
-KERNEL_NAMES = ("embed_kernel", "layer_kernel", "head_kernel")
 HOPPER = "sm_90a"
 
 Progress = Callable[[str], None]
@@ -55,7 +54,7 @@ class Artifact:
             memory = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", entry)
             if name and registers and memory:
                 found.append(KernelResources(name[1], int(registers[1]), *(int(n) for n in memory.groups())))
-        return sorted(found, key=lambda r: KERNEL_NAMES.index(r.name))
+        return sorted(found, key=lambda r: r.name)
 
     def check_spills(self) -> None:
         """Raises UserError when a kernel keeps registers in local memory."""
@@ -74,7 +73,7 @@ def source_directory() -> Path:
     raise UserError(f"The device code is missing beside {package}; install sgl-muse-mega again.")
 
 
-def build(instance: Instance, target: str = HOPPER, progress: Progress = quiet) -> Artifact:
+def build(instance: Compiled, target: str = HOPPER, progress: Progress = quiet) -> Artifact:
     """Returns the compiled instance from the cache, compiling it when it is not there.
 
     target: an architecture for nvcc ("sm_90a", "sm_103a"). Of several processes that ask at the same time one compiles
@@ -82,7 +81,7 @@ def build(instance: Instance, target: str = HOPPER, progress: Progress = quiet) 
     Raises UserError without a compiler, when compilation fails, or when the cache folder cannot be written.
     """
     compiler = _compiler()
-    sources = _sources()
+    sources = _sources(instance.source)
     flags = _flags(target)
     version = _run([str(compiler), "--version"], "The compiler does not run").strip()
     key = _key(sources, [*flags, target, version], instance.header())
@@ -105,7 +104,7 @@ def build(instance: Instance, target: str = HOPPER, progress: Progress = quiet) 
         ) from error
 
 
-def _compile(compiler: Path, flags: list[str], target: str, instance: Instance, folder: Path, key: str) -> Artifact:
+def _compile(compiler: Path, flags: list[str], target: str, instance: Compiled, folder: Path, key: str) -> Artifact:
     start = time.monotonic()
     source = source_directory()
     with tempfile.TemporaryDirectory(dir=folder, prefix=f"{key}.") as temporary:
@@ -113,7 +112,7 @@ def _compile(compiler: Path, flags: list[str], target: str, instance: Instance, 
         (work / "instance.h").write_text(instance.header())
         output = work / "output"
         includes = [f"-I{work}", f"-I{source}"]
-        command = [str(compiler), *flags, *includes, str(source / "step.cu"), "-o", str(output)]
+        command = [str(compiler), *flags, *includes, str(source / instance.source), "-o", str(output)]
         report = _run(command, "The kernels do not compile")
         seconds = time.monotonic() - start
         (work / "report").write_text(f"{_digest(output)}\n{seconds:.1f}\n{report}")
@@ -154,10 +153,10 @@ def _flags(target: str) -> list[str]:
     return ["-std=c++17", "-O3", f"-gencode=arch=compute_{number},code={target}", "-Xptxas", "-v", "-cubin"]
 
 
-def _sources() -> list[Path]:
+def _sources(main: str) -> list[Path]:
     source = source_directory()
-    files = [source / "step.cu"]
-    for folder in (source / "layer", source / "instr"):
+    files = [source / main]
+    for folder in (source / "layer", source / "draft", source / "step", source / "instr"):
         files += sorted(p for p in folder.rglob("*") if p.suffix in {".cuh", ".h"})
     return files
 

@@ -1,6 +1,7 @@
 """The GPU: cubins through NVIDIA's cuda-bindings, launched on torch's current stream."""
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,9 @@ import torch
 from torch import Tensor
 
 from sgl_muse_mega.errors import UserError
-from sgl_muse_mega.megakernel.build import HOPPER, KERNEL_NAMES, Progress, build, quiet
-from sgl_muse_mega.megakernel.instance import Instance
-from sgl_muse_mega.megakernel.protocol import RECORD_WORDS, FaultRecord, Params
+from sgl_muse_mega.megakernel.build import HOPPER, Progress, build, quiet
+from sgl_muse_mega.megakernel.compiled import Compiled
+from sgl_muse_mega.megakernel.protocol import RECORD_WORDS, FaultRecord
 from sgl_muse_mega.megakernel.step import Step
 
 DEADLINE_SECONDS = 5.0
@@ -38,7 +39,7 @@ def _checked(result: tuple[Any, ...], what: str) -> Any:
 class CudaModule:
     """One compiled instance, loaded eagerly: a lazy load would wait for kernels that spin."""
 
-    def __init__(self, path: Path, instance: Instance) -> None:
+    def __init__(self, path: Path, instance: Compiled) -> None:
         driver = self._driver = _driver()
         self._instance = instance
         image = path.read_bytes()
@@ -46,7 +47,7 @@ class CudaModule:
         self._functions: dict[str, Any] = {}
         shared = instance.shared_offsets["SHARED_BYTES"]
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        for name in KERNEL_NAMES:
+        for name in instance.kernels:
             function = _checked(driver.cuModuleGetFunction(self._module, name.encode()), f"find {name}")
             _checked(driver.cuFuncSetAttribute(function, attribute, shared), f"give {name} {shared} bytes of memory")
             blocks = _checked(
@@ -59,7 +60,7 @@ class CudaModule:
                 )
             self._functions[name] = function
 
-    def launch(self, kernel: str, params: Params) -> None:
+    def launch(self, kernel: str, params: ctypes.Structure) -> None:
         """One CTA per SM on torch's current stream, with programmatic dependent launch."""
         driver = self._driver
         config = driver.CUlaunchConfig()
@@ -98,12 +99,15 @@ class CudaMachine:
         torch.zeros(1, device=self.device)  # makes torch's primary context current for the driver calls
         self.fault_record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=True)
 
-    def load(self, instance: Instance, progress: Progress = quiet) -> CudaModule:
+    def load(self, instance: Compiled, progress: Progress = quiet) -> CudaModule:
         artifact = build(instance, HOPPER, progress)
         artifact.check_spills()
         return CudaModule(artifact.path, instance)
 
     def attach(self, step: Step, caches: list[tuple[Tensor, Tensor]]) -> None:
+        """A GPU needs no declaration of memory."""
+
+    def declare(self, memory: Sequence[tuple[str, Tensor, bool, bool]]) -> None:
         """A GPU needs no declaration of memory."""
 
     def synchronize(self) -> None:

@@ -6,6 +6,7 @@ that `Instance.header` generates.
 
 import itertools
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from sgl_muse_mega.config import TargetConfig
 from sgl_muse_mega.errors import UserError
@@ -85,6 +86,9 @@ def _largest(candidates: tuple[int, ...], divides: int) -> int | None:
 @dataclass(frozen=True, slots=True)
 class Instance:
     """Sizes of one rank. `local_experts` of `experts` live here; `row_cap` is 8 or 16 rows per step."""
+
+    source: ClassVar[str] = "step.cu"
+    kernels: ClassVar[tuple[str, ...]] = ("embed_kernel", "layer_kernel", "head_kernel")
 
     hidden: int
     heads: int

@@ -1,22 +1,23 @@
 """What a step needs from the machine it runs on: `cuda.CudaMachine` or `sgl_muse_mega.emulator.stepper.Emulator`."""
 
+import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from sgl_muse_mega.megakernel.build import Progress
-from sgl_muse_mega.megakernel.instance import Instance
-from sgl_muse_mega.megakernel.protocol import Params
+from sgl_muse_mega.megakernel.compiled import Compiled
 
 if TYPE_CHECKING:
     from sgl_muse_mega.megakernel.step import Step
 
 
 class Module(Protocol):
-    """The three kernels of one instance."""
+    """The kernels of one instance."""
 
-    def launch(self, kernel: str, params: Params) -> None:
+    def launch(self, kernel: str, params: ctypes.Structure) -> None:
         """Launches `kernel` ("embed_kernel", ...) on the current stream; it may overlap the previous launch's end."""
 
 
@@ -37,7 +38,11 @@ class Machine(Protocol):
     def attach(self, step: "Step", caches: list[tuple[Tensor, Tensor]]) -> None:
         """Called before the launches of `step`, whose memory (with `caches`) is then all that they may touch."""
 
-    def load(self, instance: Instance, progress: Progress = ...) -> Module: ...
+    def declare(self, memory: Sequence[tuple[str, Tensor, bool, bool]]) -> None:
+        """The same for launches that are no `Step`: (name, tensor, whether no launch may write it, whether it holds
+        values) of all memory that they may touch."""
+
+    def load(self, instance: Compiled, progress: Progress = ...) -> Module: ...
 
     def synchronize(self) -> None:
         """Waits for all launches. Raises UserError with the fault record's sentence when a kernel gave up."""

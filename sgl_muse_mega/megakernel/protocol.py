@@ -175,8 +175,12 @@ class FaultRecord:
         return cls(*words[1:7])
 
     def sentence(self) -> str:
+        from sgl_muse_mega.megakernel import draft_protocol  # it builds on this module
+
         names = [(c.name, c.sentence) for c in COUNTERS] + list(SITES)
         name, what = names[self.site] if self.site < len(names) else ("?", "something unknown")
+        if self.launch >= draft_protocol.FIRST_LAUNCH:
+            name, what = draft_protocol.fault_site(self.launch, self.site)
         return (
             f"The layer kernel stopped: on rank {self.rank}, CTA {self.cta} of launch {self.launch} of the step waited "
             f"past the deadline for {what} ({name}: expected {self.expected}, saw {self.seen}); restart the process "

@@ -1,0 +1,120 @@
+// The two-tap convolution over the rows of one block, and the row operations round it (B1, B3, B7-B9, B11).
+// conv(x)_t = (base_0 + D_0) x_t + (base_1 + D_1) x_{t-1} per channel, fp32 with one rounding; the row before the
+// block's first is zero. D comes from the sublayer's input and is bf16.
+#pragma once
+#include "layer/row.cuh"
+#include "products.cuh"
+
+namespace convolution {
+
+enum Side { INPUT = 0, OUTPUT = 1 };
+
+// D of one tap for the group of `column`, summed in worker order.
+DEVICE float dynamic_tap(const float* partial, int row, Side side, int tap, int column) {
+    const int output = (side * 2 + tap) * GROUPS + column / cfg::CONV_GROUP;
+    const int block = output / BLOCK_ROWS, parts = Geometry<ConvTaps>::parts(block);
+    const float* at =
+        partial + ((block * ConvTaps::PARTS) * cfg::ROW_CAP + row) * BLOCK_ROWS + output % BLOCK_ROWS;
+    float sum = global_load(at);
+#pragma unroll
+    for (int part = 1; part < ConvTaps::PARTS; ++part) {
+        if (part < parts) sum += global_load(at + part * cfg::ROW_CAP * BLOCK_ROWS);
+    }
+    return round_bf16(sum);
+}
+
+// base: bf16 [side, tap, HIDDEN].
+DEVICE float4 tap_coefficients(const float* partial, const uint16_t* base, int row, Side side, int tap, int column) {
+    const float4 b = load_bf16x4(base + (side * 2 + tap) * cfg::HIDDEN + column);
+    const float d = dynamic_tap(partial, row, side, tap, column);
+    return float4{b.x + d, b.y + d, b.z + d, b.w + d};
+}
+
+DEVICE float4 convolve(const float* partial, const uint16_t* base, int row, Side side, int column, const float4& x,
+                       const float4& previous) {
+    const float4 a = times(tap_coefficients(partial, base, row, side, 0, column), x);
+    const float4 b = times(tap_coefficients(partial, base, row, side, 1, column), previous);
+    return round_bf16(float4{a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w});
+}
+
+// B3: all CTAs share the rows' columns.
+DEVICE void run_input_side(const Params& p, const uint16_t* x, const float* partial, const uint16_t* base,
+                           protocol::Counter taps, protocol::Counter done, uint32_t epoch) {
+    wait_counter_math(p, taps, epoch);
+    constexpr int QUADS = cfg::HIDDEN / 4;
+    const int first = cta_index() * cfg::MATH_THREADS + thread_index();
+    for (int i = first; i < p.rows * QUADS; i += cfg::SMS * cfg::MATH_THREADS) {
+        const int row = i / QUADS, column = i % QUADS * 4;
+        const uint16_t* at = x + row * cfg::HIDDEN + column;
+        const float4 previous = row > 0 ? load_bf16x4(at - cfg::HIDDEN) : float4{0.f, 0.f, 0.f, 0.f};
+        store_bf16x4(p.convolved + row * cfg::HIDDEN + column,
+                     convolve(partial, base, row, INPUT, column, load_bf16x4(at), previous));
+    }
+    arrive_math(p, done);
+}
+
+// B7, B8 or the end of B10, B11: the sublayer's output into the residual, and the norm of what follows.
+template <class G>
+DEVICE void residual_row(const Params& p, int row, const float* output, const float* partial, const uint16_t* base,
+                         const uint16_t* norm, uint16_t* normed) {
+    using Columns = RowColumns<cfg::HIDDEN>;
+    float4 h[Columns::GROUPS] = {};
+    float squares = 0.f;
+    for_columns<cfg::HIDDEN>([&](int i, int column) {
+        const float4 y = round_bf16(sum_parts<G>(output, row, column));
+        const float4 previous =
+            row > 0 ? round_bf16(sum_parts<G>(output, row - 1, column)) : float4{0.f, 0.f, 0.f, 0.f};
+        const float4 branch = convolve(partial, base, row, OUTPUT, column, y, previous);
+        const float4 s = load_bf16x4(p.residual + row * cfg::HIDDEN + column);
+        h[i] = round_bf16(float4{s.x + branch.x, s.y + branch.y, s.z + branch.z, s.w + branch.w});
+        store_bf16x4(p.residual + row * cfg::HIDDEN + column, h[i]);
+        squares += square_sum(h[i]);
+    });
+    const float scale = reciprocal_root(row_sum(squares, 0) / cfg::HIDDEN + cfg::RMS_EPS);
+    for_columns<cfg::HIDDEN>([&](int i, int column) {
+        store_bf16x4(normed + row * cfg::HIDDEN + column, times(times(h[i], scale), load_bf16x4(norm + column)));
+    });
+}
+
+// h0 and B1 of the first layer. Row 0 is the anchor, the others are the mask token.
+DEVICE void embed_row(const Params& p, int row) {
+    using Columns = RowColumns<cfg::HIDDEN>;
+    const int64_t id = row == 0 ? global_load(p.token_ids) : cfg::MASK_TOKEN;
+    const uint16_t* source = id == cfg::MASK_TOKEN ? p.mask_embedding : p.embedding + id * cfg::HIDDEN;
+    float4 h[Columns::GROUPS] = {};
+    float squares = 0.f;
+    for_columns<cfg::HIDDEN>([&](int i, int column) {
+        h[i] = load_bf16x4(source + column);
+        squares += square_sum(h[i]);
+    });
+    const float embedded = row_sum(squares, 0);
+    const float factor = cfg::NORMED_EMBEDDING
+                             ? reciprocal_root(embedded / cfg::HIDDEN + cfg::EMBEDDING_EPS) * cfg::EMBEDDING_SCALE
+                             : cfg::EMBEDDING_SCALE;
+    squares = 0.f;
+    for_columns<cfg::HIDDEN>([&](int i, int column) {
+        h[i] = round_bf16(times(h[i], factor));
+        store_bf16x4(p.residual + row * cfg::HIDDEN + column, h[i]);
+        squares += square_sum(h[i]);
+    });
+    const float scale = reciprocal_root(row_sum(squares, 1) / cfg::HIDDEN + cfg::RMS_EPS);
+    for_columns<cfg::HIDDEN>([&](int i, int column) {
+        store_bf16x4(p.input + row * cfg::HIDDEN + column,
+                     times(times(h[i], scale), load_bf16x4(p.input_norm + column)));
+    });
+}
+
+// The rows this CTA owns. Every row of the capacity arrives, so that the counter's growth does not depend on the rows.
+template <class Ready, class RowOperation>
+DEVICE void for_owned_rows(const Params& p, protocol::Counter counter, Ready ready, RowOperation row_operation) {
+    bool waited = false;
+    for (int row = 0; row < cfg::ROW_CAP; ++row) {
+        if (!owns_row(row)) continue;
+        if (!waited) ready();
+        waited = true;
+        if (row < p.rows) row_operation(row);
+        arrive_math(p, counter);
+    }
+}
+
+}  // namespace convolution

@@ -1,0 +1,46 @@
+// The draft's head launch: scores of the block's rows after the anchor, candidates, lattice and walk.
+#pragma once
+#include "draft/layer.cuh"
+#include "selector.cuh"
+
+namespace draft {
+
+DEVICE void head(const Params& p) {
+    using protocol::Counter;
+    start();
+    const int warp = warp_index();
+    Ring ring;
+    if (warp == WEIGHT_LOADER) {
+        const uint64_t policy = eviction_policy(Keep::first_out);
+        load_weights<SelectorState>(p, ring, p.hidden_projection, policy);
+        load_weights<LmHead>(p, ring, p.lm_head, policy);
+        return;
+    }
+    const uint32_t epoch = begin_epoch(p);
+    const uint16_t* rows = p.input + cfg::HIDDEN;  // row 0, the anchor's, proposes nothing
+    if (warp == TOKEN_LOADER) {
+        const uint64_t policy = eviction_policy(Keep::last_out);
+        fence_generic_to_async();
+        load_tokens<SelectorState>(p, ring, rows, policy);
+        load_tokens<LmHead>(p, ring, rows, policy);
+        return;
+    }
+    run_dense_to<SelectorState>(p, ring, p.selector_partial, Counter::SELECTOR_STATE);
+    selector::run_scores(p, ring);
+    convolution::for_owned_rows(
+        p, Counter::CHOSEN, [&] { wait_counter_math(p, Counter::SCORES, epoch); },
+        [&](int slot) { selector::choose(p, slot); });
+    convolution::for_owned_rows(
+        p, Counter::LATTICE,
+        [&] {
+            wait_counter_math(p, Counter::SELECTOR_STATE, epoch);
+            wait_counter_math(p, Counter::CHOSEN, epoch);
+        },
+        [&](int slot) { selector::score_pairs(p, slot); });
+    if (cta_index() != 0) return;
+    wait_counter_math(p, Counter::LATTICE, epoch);
+    if (warp_index() == 0) selector::walk(p);
+    launch::end_epoch(p, epoch);
+}
+
+}  // namespace draft

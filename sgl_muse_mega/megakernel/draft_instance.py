@@ -1,0 +1,199 @@
+"""One instantiation of the draft's kernels: sizes, SM count, row capacity and what follows from them."""
+
+import math
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from sgl_muse_mega.config import DraftConfig
+from sgl_muse_mega.errors import UserError
+from sgl_muse_mega.megakernel import draft_protocol
+from sgl_muse_mega.megakernel.instance import HOPPER_SHARED_BYTES, WARP, Dense, padded_rows
+
+_LOG2_E = 1.4426950408889634
+_TABLE_BYTES = 512  # barriers, epoch, row sums
+
+
+def _chunk(k: int) -> int:
+    return next((c for c in (256, 128, 64) if k % c == 0), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInstance:
+    """Sizes of a draft on one GPU; `row_cap` is 8 or 16 rows per block."""
+
+    source: ClassVar[str] = "draft.cu"
+    kernels: ClassVar[tuple[str, ...]] = ("draft_layer_kernel", "draft_head_kernel", "draft_context_kernel")
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inter: int
+    layers: int
+    taps: int
+    vocab: int
+    rank: int
+    selector_k: int
+    conv_group: int
+    window: int
+    causal: bool
+    mask_token: int
+    normed_embedding: bool
+    embedding_scale: float
+    embedding_eps: float
+    rms_eps: float
+    output_multiplier: float
+    softcap: float
+    row_cap: int
+    sms: int
+    math_warps: int = 8
+    kv_split: int = 64
+
+    @classmethod
+    def for_config(cls, config: DraftConfig, embedding_eps: float, *, row_cap: int, sms: int) -> "DraftInstance":
+        """embedding_eps: of the target's embedding norm. Raises UserError, listing every size that does not fit."""
+        instance = cls(
+            hidden=config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            inter=config.intermediate_size,
+            layers=config.num_hidden_layers,
+            taps=len(config.target_layer_ids),
+            vocab=config.vocab_size,
+            rank=config.selector_rank,
+            selector_k=config.selector_top_k,
+            conv_group=config.conv_group_size,
+            window=config.sliding_window,
+            causal=config.is_causal,
+            mask_token=config.mask_token_id,
+            normed_embedding=config.normed_embedding,
+            embedding_scale=config.input_embedding_scale,
+            embedding_eps=embedding_eps,
+            rms_eps=config.rms_norm_eps,
+            output_multiplier=config.output_multiplier,
+            softcap=config.final_logit_softcapping,
+            row_cap=row_cap,
+            sms=sms,
+        )
+        instance.check()
+        return instance
+
+    def check(self) -> None:
+        """Raises UserError with all reasons why the kernels cannot be built for these sizes."""
+        wrong = [
+            (self.head_dim != 128, f"head_dim is {self.head_dim}, the kernels are written for 128"),
+            (self.row_cap not in (8, 16), f"the row capacity is {self.row_cap}, it can be 8 or 16"),
+            (self.hidden % 64 != 0, f"hidden_size {self.hidden} is no multiple of 64"),
+            (self.hidden > 16384, f"hidden_size {self.hidden} is above 16384"),
+            (self.inter % 64 != 0, f"intermediate_size {self.inter} is no multiple of 64"),
+            (self.conv_group % 4 != 0, f"conv_group_size {self.conv_group} is no multiple of 4"),
+            (self.vocab % WARP != 0, f"vocab_size {self.vocab} is no multiple of {WARP}"),
+            (self.rank % 4 != 0, f"selector_rank {self.rank} is no multiple of 4"),
+            (not 2 <= self.selector_k <= WARP, f"selector_top_k {self.selector_k} is not between 2 and {WARP}"),
+            (self.layers > draft_protocol.MAX_LAYERS, f"{self.layers} layers are above {draft_protocol.MAX_LAYERS}"),
+        ]
+        reasons = [text for bad, text in wrong if bad]
+        if not reasons and self.stages < 3:
+            reasons.append(f"only {self.stages} ring stages fit into shared memory")
+        if reasons:
+            raise UserError("The draft kernels cannot serve this draft: " + "; ".join(reasons) + ".")
+
+    # ---- dense products, by the names that csrc/draft/products.cuh takes from cfg ----
+
+    @property
+    def products(self) -> dict[str, Dense]:
+        width, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        shapes = {
+            "CONV_TAPS": (4 * (self.hidden // self.conv_group), self.hidden),
+            "QKV": (width + 2 * kv, self.hidden),
+            "OUTPUT": (self.hidden, width),
+            "GATE_UP": (2 * self.inter, self.hidden),
+            "DOWN": (self.hidden, self.inter),
+            "FUSION": (self.hidden, self.taps * self.hidden),
+            "CONTEXT_KV": (2 * kv, self.hidden),
+            "SELECTOR": (self.rank, self.hidden),
+            "LM_HEAD": (self.vocab, self.hidden),
+        }
+        return {name: Dense(n, k, _chunk(k), self.sms, whole_k=name == "LM_HEAD") for name, (n, k) in shapes.items()}
+
+    @property
+    def max_splits(self) -> int:
+        """Most key splits a block can touch: the window and the block's own rows, not aligned to a split."""
+        return math.ceil((self.window + self.row_cap) / self.kv_split) + 1
+
+    # ---- shared memory ----
+
+    @property
+    def math_threads(self) -> int:
+        return self.math_warps * WARP
+
+    @property
+    def threads(self) -> int:
+        return self.math_threads + 2 * WARP
+
+    @property
+    def stage_weight_bytes(self) -> int:
+        return _round_up(max(d.stage_bytes for d in self.products.values()), 128)
+
+    @property
+    def stage_bytes(self) -> int:
+        tokens = max(padded_rows(self.row_cap, d.chunk * 2) for d in self.products.values())
+        return self.stage_weight_bytes + _round_up(tokens, 128)
+
+    @property
+    def reduce_bytes(self) -> int:
+        lists = self.math_warps * WARP * 8
+        return _round_up(max(self.math_warps // 4 * 64 * (self.row_cap + 1) * 4, lists, self.rank * 4), 128)
+
+    @property
+    def stages(self) -> int:
+        return min(24, (HOPPER_SHARED_BYTES - _TABLE_BYTES - self.reduce_bytes) // self.stage_bytes)
+
+    @property
+    def shared_offsets(self) -> dict[str, int]:
+        """Byte offsets in the CTA's shared memory."""
+        ring = _TABLE_BYTES + self.reduce_bytes
+        return {
+            "BARRIERS_AT": 0,  # full and empty barriers of each stage
+            "ROUTING_BARRIER_AT": 2 * 24 * 8,  # initialised with the ring's barriers, unused here
+            "EPOCH_AT": 2 * 24 * 8 + 8,
+            "ROW_SUM_AT": 2 * 24 * 8 + 16,
+            "REDUCE_AT": _TABLE_BYTES,
+            "RING_AT": ring,
+            "SHARED_BYTES": ring + self.stages * self.stage_bytes,
+        }
+
+    # ---- the header ----
+
+    def header(self) -> str:
+        """Text of instance.h, the only file the kernels take sizes from."""
+        integers = {
+            "SMS": self.sms, "ROW_CAP": self.row_cap, "MATH_WARPS": self.math_warps, "MATH_THREADS": self.math_threads,
+            "THREADS": self.threads, "HIDDEN": self.hidden, "HEADS": self.heads, "KV_HEADS": self.kv_heads,
+            "HEAD_DIM": self.head_dim, "INTER": self.inter, "LAYERS": self.layers, "TAPS": self.taps,
+            "VOCAB": self.vocab, "RANK": self.rank, "SELECTOR_K": self.selector_k, "CONV_GROUP": self.conv_group,
+            "WINDOW": self.window, "MASK_TOKEN": self.mask_token, "KV_SPLIT": self.kv_split,
+            "MAX_SPLITS": self.max_splits, "STAGES": self.stages,
+        }  # fmt: skip
+        for name, dense in self.products.items():
+            integers[f"{name}_CHUNK"] = dense.chunk
+            integers[f"{name}_PARTS"] = dense.parts
+        offsets = self.shared_offsets | {"STAGE_WEIGHT_BYTES": self.stage_weight_bytes, "STAGE_BYTES": self.stage_bytes}
+        floats = {
+            "RMS_EPS": self.rms_eps, "EMBEDDING_EPS": self.embedding_eps, "EMBEDDING_SCALE": self.embedding_scale,
+            "OUTPUT_MULTIPLIER": self.output_multiplier, "SOFTCAP": self.softcap,
+            "SCORE_SCALE_LOG2": self.head_dim**-0.5 * _LOG2_E,
+        }  # fmt: skip
+        flags = {"CAUSAL": self.causal, "NORMED_EMBEDDING": self.normed_embedding, "TRACE": False}
+        return draft_protocol.header(
+            draft_protocol.DRAFT_COUNTERS, {"int": integers, "uint32_t": offsets, "float": floats, "bool": flags}
+        )
+
+    def describe(self) -> str:
+        """One line for logs and cache entries."""
+        return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

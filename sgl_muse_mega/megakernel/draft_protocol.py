@@ -1,0 +1,175 @@
+"""Hand-offs and launch parameters of the draft's kernels and of the accept kernel; see `protocol` for the discipline.
+
+They share one parameter block. The draft's kernels are compiled with the counters of `DRAFT_COUNTERS`, the accept
+kernel with those of `ACCEPT_COUNTERS`; each kernel has its own epoch and counters.
+"""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sgl_muse_mega.megakernel.protocol import COUNTER_STRIDE, RECORD_COMPLETE, Arrivals, HandOff
+
+MAX_LAYERS = 8
+FIRST_LAUNCH = 1000  # launches of these kernels are numbered from here on in fault records; the target's from 0
+ACCEPT_LAUNCH = 2000
+
+DRAFT_COUNTERS: tuple[HandOff, ...] = (
+    HandOff("EMBEDDED", Arrivals.EVERY_ROW, "the embedded rows of the draft's block"),
+    HandOff("ATTENTION_TAPS", Arrivals.EVERY_CTA, "the parts of the draft's attention taps"),
+    HandOff("CONVOLVED", Arrivals.EVERY_CTA, "the convolved attention input of the draft"),
+    HandOff("QKV", Arrivals.EVERY_CTA, "the parts of the draft's q, k and v"),
+    HandOff("HEADS_READY", Arrivals.EVERY_CTA, "the draft's rotated heads"),
+    HandOff("ATTENTION", Arrivals.EVERY_CTA, "the draft's attention partials"),
+    HandOff("ATTENDED", Arrivals.EVERY_CTA, "the draft's attention rows"),
+    HandOff("OUTPUT", Arrivals.EVERY_CTA, "the parts of the draft's o_proj"),
+    HandOff("AFTER_ATTENTION", Arrivals.EVERY_ROW, "the draft's rows after attention"),
+    HandOff("MLP_TAPS", Arrivals.EVERY_CTA, "the parts of the draft's MLP taps"),
+    HandOff("MLP_CONVOLVED", Arrivals.EVERY_CTA, "the convolved MLP input of the draft"),
+    HandOff("GATE_UP", Arrivals.EVERY_CTA, "the parts of the draft's gate and up"),
+    HandOff("ACTIVATED", Arrivals.EVERY_CTA, "the draft's activations"),
+    HandOff("DOWN", Arrivals.EVERY_CTA, "the parts of the draft's down_proj"),
+    HandOff("AFTER_MLP", Arrivals.EVERY_ROW, "the draft's rows after the MLP"),
+    HandOff("SELECTOR_STATE", Arrivals.EVERY_CTA, "the parts of the selector's state"),
+    HandOff("SCORES", Arrivals.EVERY_CTA, "the best draft scores of all CTAs"),
+    HandOff("CHOSEN", Arrivals.EVERY_ROW, "the candidates of all slots"),
+    HandOff("LATTICE", Arrivals.EVERY_ROW, "the lattice of all slots"),
+    HandOff("FUSION", Arrivals.EVERY_CTA, "the parts of the draft's fc"),
+    HandOff("CONTEXT", Arrivals.EVERY_ROW, "the draft's context rows"),
+    HandOff("CONTEXT_KV", Arrivals.EVERY_CTA, "the parts of the draft's context keys and values"),
+)
+
+ACCEPT_COUNTERS: tuple[HandOff, ...] = (
+    HandOff("VERDICTS", Arrivals.EVERY_ROW, "the accept rule's verdict on every row"),
+)
+
+SITES: tuple[tuple[str, str], ...] = (
+    ("RING_EMPTY", "a free stage of its own ring"),
+    ("RING_FULL", "a loaded stage of its own ring"),
+)
+
+# Words of `request`, int64: what one sequence asks for. Floats are the bits of a float32.
+REQUEST: tuple[str, ...] = (
+    "GREEDY", "TEMPERATURE", "TOP_P", "MIN_P", "TOP_K", "SEED", "MAX_NEW_TOKENS", "MAX_CONTEXT", "STOP_COUNT",
+)  # fmt: skip
+MAX_STOPS = 16  # stop ids follow the words above
+
+# Words of `state`, int64: what a step leaves for the next, and for the context launch.
+STATE: tuple[str, ...] = ("STEPS", "EMITTED", "REASON", "CONTEXT_START", "COMMITTED")
+
+# Words of an output slot, int64, followed by the step's tokens. STEP is written last.
+OUTPUT: tuple[str, ...] = ("STEP", "COUNT", "ACCEPTED", "REASON", "LENGTH")
+OUTPUT_SLOTS = 2
+OUTPUT_WORDS = 32
+
+# Why a sequence ended; the first four are those of `speculative.generate`.
+REASONS: tuple[str, ...] = ("NONE", "STOP", "LENGTH", "CONTEXT", "BROKEN_LOGITS")
+
+PARAMETERS: tuple[tuple[str, str, int], ...] = tuple(
+    (name, kind, count[0] if count else 1)
+    for name, kind, *count in (
+        ("counters", "uint32_t*"), ("epoch", "uint32_t*"), ("fault_record", "uint64_t*"), ("deadline_ns", "uint64_t"),
+        # the sequence
+        ("token_ids", "int64_t*"), ("positions", "int64_t*"), ("length", "int32_t*"), ("page_table", "const int32_t*"),
+        ("request", "const int64_t*"), ("state", "int64_t*"),
+        # a draft layer
+        ("embedding", "const uint16_t*"), ("mask_embedding", "const uint16_t*"), ("rope", "const float*"),
+        ("input_norm", "const uint16_t*"), ("attention_projection", "const void*"),
+        ("attention_base", "const uint16_t*"), ("qkv", "const void*"), ("query_norm", "const uint16_t*"),
+        ("key_norm", "const uint16_t*"), ("output", "const void*"), ("post_attention_norm", "const uint16_t*"),
+        ("mlp_projection", "const void*"), ("mlp_base", "const uint16_t*"), ("gate_up", "const void*"),
+        ("down", "const void*"), ("next_norm", "const uint16_t*"), ("key_cache", "const uint16_t*"),
+        ("value_cache", "const uint16_t*"),
+        ("residual", "uint16_t*"), ("input", "uint16_t*"), ("attention_taps", "float*"), ("convolved", "uint16_t*"),
+        ("qkv_partial", "float*"), ("query", "uint16_t*"), ("block_keys", "uint16_t*"), ("block_values", "uint16_t*"),
+        ("attention_sums", "float*"), ("attention_state", "float*"), ("attended", "uint16_t*"),
+        ("output_partial", "float*"), ("mlp_input", "uint16_t*"), ("mlp_taps", "float*"),
+        ("gate_up_partial", "float*"), ("activated", "uint16_t*"), ("down_partial", "float*"),
+        # head and selector
+        ("hidden_projection", "const void*"), ("lm_head", "const void*"), ("predecessors", "const uint16_t*"),
+        ("successors", "const uint16_t*"), ("selector_partial", "float*"), ("list_scores", "float*"),
+        ("list_ids", "int32_t*"), ("candidates", "int64_t*"), ("candidate_scores", "float*"), ("lattice", "float*"),
+        ("probabilities", "float*"),
+        # context
+        ("fusion", "const void*"), ("hidden_norm", "const uint16_t*"), ("context_kv", "const void*", MAX_LAYERS),
+        ("context_key_norm", "const uint16_t*", MAX_LAYERS), ("context_key_cache", "uint16_t*", MAX_LAYERS),
+        ("context_value_cache", "uint16_t*", MAX_LAYERS), ("taps", "const uint16_t*"), ("fusion_partial", "float*"),
+        ("context", "uint16_t*"), ("context_partial", "float*"),
+        # accept
+        ("logits", "const float*"), ("greedy_ids", "const int64_t*"), ("full_slots", "int64_t*"),
+        ("sliding_slots", "int64_t*"), ("full_pages", "const int32_t*"), ("sliding_pages", "const int32_t*"),
+        ("verdicts", "int64_t*"), ("outputs", "uint64_t*"),
+        # numbers
+        ("rows", "int32_t"), ("is_first", "int32_t"), ("rank", "int32_t"), ("launch", "int32_t"),
+    )
+)  # fmt: skip
+
+_C_TYPES = {"uint64_t": ctypes.c_uint64, "int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}
+
+
+def _ctype(c_type: str, count: int) -> Any:
+    single: Any = ctypes.c_void_p if c_type.endswith("*") else _C_TYPES[c_type]
+    return single if count == 1 else single * count
+
+
+class DraftParams(ctypes.Structure):
+    """The parameter block; pointers are device addresses (None: null)."""
+
+    _fields_ = tuple((name, _ctype(kind, count)) for name, kind, count in PARAMETERS)
+
+
+def header(counters: Sequence[HandOff], constants: Mapping[str, Mapping[str, int | float | bool]]) -> str:
+    """Text of instance.h. constants: C++ type -> name -> value, for namespace cfg."""
+    lines = [
+        f"constexpr {kind} {name} = {_literal(value)};"
+        for kind, group in constants.items()
+        for name, value in group.items()
+    ]
+    fields = "\n".join(f"    {kind} {name}{f'[{count}]' if count > 1 else ''};" for name, kind, count in PARAMETERS)
+    sites = ", ".join(f"{name} = {len(counters) + i}" for i, (name, _) in enumerate(SITES))
+    cases = "".join(f"\n        case Counter::{c.name}: return {c.arrivals.value};" for c in counters)
+    return f"""\
+// Generated by sgl_muse_mega.megakernel.draft_protocol; do not edit.
+#pragma once
+#include <cstdint>
+
+#include "instr/core.cuh"
+
+namespace cfg {{
+{chr(10).join(lines)}
+}}  // namespace cfg
+
+struct Params {{
+{fields}
+}};
+
+namespace protocol {{
+enum class Counter : uint32_t {{ {", ".join(c.name for c in counters)} }};
+enum class Site : uint32_t {{ {sites} }};
+enum class Request : int {{ {", ".join(REQUEST)}, STOPS }};
+enum State : int {{ {", ".join(STATE)} }};
+enum class Output : int {{ {", ".join(OUTPUT)}, TOKENS }};
+enum class Reason : int64_t {{ {", ".join(REASONS)} }};
+constexpr int OUTPUT_SLOTS = {OUTPUT_SLOTS}, OUTPUT_WORDS = {OUTPUT_WORDS};
+constexpr int COUNTER_STRIDE = {COUNTER_STRIDE};
+constexpr uint64_t RECORD_COMPLETE = {RECORD_COMPLETE:#x}ull;
+DEVICE constexpr uint32_t arrivals(Counter counter) {{
+    switch (counter) {{{cases}
+    }}
+    return 0;
+}}
+}}  // namespace protocol
+"""
+
+
+def _literal(value: int | float | bool) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value!r}f" if isinstance(value, float) else str(value)
+
+
+def fault_site(launch: int, site: int) -> tuple[str, str]:
+    """Name and sentence of the site of a fault record that one of these kernels wrote."""
+    counters = ACCEPT_COUNTERS if launch >= ACCEPT_LAUNCH else DRAFT_COUNTERS
+    names = [(c.name, c.sentence) for c in counters] + list(SITES)
+    return names[site] if site < len(names) else ("?", "something unknown")

@@ -1,0 +1,157 @@
+"""The draft's launches over fixed buffers: block, head with selector, and context."""
+
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from sgl_muse_mega.config import DraftConfig
+from sgl_muse_mega.errors import UserError
+from sgl_muse_mega.megakernel import draft_protocol
+from sgl_muse_mega.megakernel.build import Progress, quiet
+from sgl_muse_mega.megakernel.draft_instance import DraftInstance
+from sgl_muse_mega.megakernel.draft_protocol import FIRST_LAUNCH, DraftParams
+from sgl_muse_mega.megakernel.draft_scratch import DecodeState, DraftActivations, KernelControl
+from sgl_muse_mega.megakernel.draft_weights import KernelDraft, KernelDraftLayer, check_draft
+from sgl_muse_mega.megakernel.machine import Machine
+from sgl_muse_mega.megakernel.scratch import StepInputs
+from sgl_muse_mega.megakernel.tensors import Spec, check
+from sgl_muse_mega.megakernel.weights import rope_table
+
+
+class DraftStep:
+    """Proposes blocks after the anchor `inputs.token_ids[0]` at position `inputs.length`, and writes the context of
+    committed rows.
+
+    `inputs` and `taps` belong to the target's step: the walk writes its tokens to inputs.token_ids[1:].
+    """
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        weights: KernelDraft,
+        machine: Machine,
+        inputs: StepInputs,
+        taps: Tensor,
+        state: DecodeState,
+        *,
+        embedding_eps: float,
+        progress: Progress = quiet,
+        first_epoch: int = 0,
+    ) -> None:
+        """taps bf16 [row_cap, n_taps, H]. Raises UserError when sizes or tensors do not fit the kernels."""
+        self.config, self.weights, self.machine = config, weights, machine
+        self.inputs, self.taps, self.state = inputs, taps, state
+        row_cap, positions = len(inputs.token_ids), len(inputs.full_pages)
+        self.instance = DraftInstance.for_config(config, embedding_eps, row_cap=row_cap, sms=machine.sms)
+        device = machine.device
+        check_draft(config, weights, device)
+        taps_shape = (row_cap, len(config.target_layer_ids), config.hidden_size)
+        check([(Spec("taps", taps_shape, torch.bfloat16), taps)], device, "the taps")
+        self.module = machine.load(self.instance, progress)
+        self.control = {
+            kernel: KernelControl.allocate(draft_protocol.DRAFT_COUNTERS, machine.sms, row_cap, device, first_epoch)
+            for kernel in DraftInstance.kernels
+        }
+        self.activations = DraftActivations.allocate(self.instance, device)
+        self.rope = rope_table(config.rope_theta, positions, config.head_dim, device)
+        self.pages = torch.zeros(positions, dtype=torch.int32, device=device)
+        self._caches: list[tuple[Tensor, Tensor]] = []
+
+    def use_caches(self, caches: list[tuple[Tensor, Tensor]]) -> None:
+        """Binds (keys, values) per layer, bf16 [slots, kv_heads, head_dim]; `pages` says where each position lies.
+
+        Raises UserError when they are not what the kernels read.
+        """
+        c = self.config
+        if len(caches) != c.num_hidden_layers:
+            raise UserError(f"There are {len(caches)} caches for {c.num_hidden_layers} draft layers.")
+        shape = (caches[0][0].shape[0], c.num_key_value_heads, c.head_dim)
+        pairs = [
+            (Spec(f"layers.{i}.{name}", shape, torch.bfloat16), tensor)
+            for i, pair in enumerate(caches)
+            for name, tensor in zip(("key_cache", "value_cache"), pair, strict=True)
+        ]
+        check(pairs, self.machine.device, "the draft's cache")
+        self._caches = caches
+
+    def launch(self, rows: int) -> None:
+        """Enqueues the proposal of rows - 1 tokens."""
+        for index in range(len(self.weights.layers)):
+            self.launch_layer(index, rows)
+        self.launch_head(rows)
+
+    def launch_layer(self, index: int, rows: int) -> None:
+        """B1-B11 of one layer; the first embeds the block, the last leaves the final norm's rows."""
+        layers = self.weights.layers
+        params = self._params("draft_layer_kernel", rows, index)
+        layer = layers[index]
+        for name in KernelDraftLayer.__slots__:
+            setattr(params, name, getattr(layer, name).data_ptr())
+        last = index + 1 == len(layers)
+        params.next_norm = (self.weights.norm if last else layers[index + 1].input_norm).data_ptr()
+        params.embedding, params.mask_embedding = (
+            self.weights.embedding.data_ptr(),
+            self.weights.mask_embedding.data_ptr(),
+        )
+        params.key_cache, params.value_cache = (cache.data_ptr() for cache in self._caches[index])
+        params.is_first = int(index == 0)
+        self.module.launch("draft_layer_kernel", params)
+
+    def launch_head(self, rows: int) -> None:
+        """Candidates, lattice and walk of the rows after the anchor."""
+        params = self._params("draft_head_kernel", rows, len(self.weights.layers))
+        params.rows = rows - 1
+        for name in ("hidden_projection", "lm_head", "predecessors", "successors"):
+            setattr(params, name, getattr(self.weights, name).data_ptr())
+        self.module.launch("draft_head_kernel", params)
+
+    def launch_context(self, rows: int) -> None:
+        """K and V of the state's committed rows among the first `rows` rows of the taps."""
+        params = self._params("draft_context_kernel", rows, len(self.weights.layers) + 1)
+        c = self.config
+        params.fusion, params.hidden_norm = self.weights.fusion.data_ptr(), self.weights.hidden_norm.data_ptr()
+        params.taps = self.taps.data_ptr()
+        for index, layer in enumerate(self.weights.layers):
+            params.context_kv[index] = layer.qkv[c.num_attention_heads * c.head_dim :].data_ptr()
+            params.context_key_norm[index] = layer.key_norm.data_ptr()
+            params.context_key_cache[index], params.context_value_cache[index] = (
+                cache.data_ptr() for cache in self._caches[index]
+            )
+        self.module.launch("draft_context_kernel", params)
+
+    def memory(self) -> list[tuple[str, Tensor, bool, bool]]:
+        """What `Machine.declare` wants to know of this object's own memory."""
+        found: list[tuple[str, Tensor, bool, bool]] = [
+            (f"draft.{f.name}", getattr(self.activations, f.name), False, False) for f in fields(self.activations)
+        ]
+        for kernel, control in self.control.items():
+            found += [(f"{kernel}.{f.name}", getattr(control, f.name), False, True) for f in fields(control)]
+        for index, pair in enumerate(self._caches):
+            found += [
+                (f"draft.{index}.{name}", tensor, False, True)
+                for name, tensor in zip(("keys", "values"), pair, strict=True)
+            ]
+        for index, layer in enumerate(self.weights.layers):
+            found += [(f"draft.{index}.{f.name}", getattr(layer, f.name), True, True) for f in fields(layer)]
+        whole = {f.name: getattr(self.weights, f.name) for f in fields(self.weights) if f.name != "layers"}
+        found += [(f"draft.{name}", tensor, True, True) for name, tensor in whole.items()]
+        return [*found, ("draft.rope", self.rope, True, True), ("draft.pages", self.pages, True, True)]
+
+    def _params(self, kernel: str, rows: int, launch: int) -> DraftParams:
+        row_cap = self.instance.row_cap
+        if not 1 <= rows <= row_cap:
+            raise UserError(f"A block of {rows} rows was asked of kernels built for 1 to {row_cap}.")
+        params = DraftParams()
+        params.counters = self.control[kernel].counters.data_ptr()
+        params.epoch = self.control[kernel].epoch.data_ptr()
+        for name in DraftActivations.__slots__:
+            setattr(params, name, getattr(self.activations, name).data_ptr())
+        for name in ("token_ids", "positions", "length"):
+            setattr(params, name, getattr(self.inputs, name).data_ptr())
+        params.request, params.state = self.state.request.data_ptr(), self.state.state.data_ptr()
+        params.page_table, params.rope = self.pages.data_ptr(), self.rope.data_ptr()
+        params.fault_record = self.machine.fault_record.data_ptr()
+        params.deadline_ns = self.machine.deadline_ns
+        params.rows, params.launch = rows, FIRST_LAUNCH + launch
+        return params

@@ -1,0 +1,101 @@
+"""The draft's weights in the form the kernels read."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sgl_muse_mega.checkpoint.weights import DraftLayerWeights, DraftWeights
+from sgl_muse_mega.config import DraftConfig
+from sgl_muse_mega.megakernel.tensors import Spec, check
+
+
+@dataclass(frozen=True, slots=True)
+class KernelDraftLayer:
+    """One layer; names are the launch parameters' (`draft_protocol.PARAMETERS`). All bf16."""
+
+    input_norm: Tensor  # [H]
+    attention_projection: Tensor  # [4 groups, H]
+    attention_base: Tensor  # [2 sides, 2 taps, H]
+    qkv: Tensor  # [(heads + 2 kv_heads) d, H]: q | k | v, rotate-half order
+    query_norm: Tensor  # [d]
+    key_norm: Tensor  # [d]
+    output: Tensor  # [H, heads d]
+    post_attention_norm: Tensor  # [H]
+    mlp_projection: Tensor
+    mlp_base: Tensor
+    gate_up: Tensor  # [2 F, H]: gate | up
+    down: Tensor  # [H, F]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelDraft:
+    layers: tuple[KernelDraftLayer, ...]
+    fusion: Tensor  # [H, taps H]
+    hidden_norm: Tensor  # [H]
+    norm: Tensor  # [H]
+    predecessors: Tensor  # [V, rank]
+    successors: Tensor  # [V, rank]
+    hidden_projection: Tensor  # [rank, H]
+    mask_embedding: Tensor  # [H]
+    embedding: Tensor  # [V, H], the target's
+    lm_head: Tensor  # [V, H], the target's
+
+
+def prepare_draft(config: DraftConfig, weights: DraftWeights, embedding: Tensor, lm_head: Tensor) -> KernelDraft:
+    """Copies what has to lie together; everything else is used where it is."""
+    mask = weights.mask_embedding
+    return KernelDraft(
+        layers=tuple(_prepare_layer(layer) for layer in weights.layers),
+        fusion=weights.fc,
+        hidden_norm=weights.hidden_norm,
+        norm=weights.norm,
+        predecessors=weights.predecessor_codebook,
+        successors=weights.successor_codebook,
+        hidden_projection=weights.hidden_projection,
+        mask_embedding=(embedding[config.mask_token_id] if mask is None else mask).clone(),
+        embedding=embedding,
+        lm_head=lm_head,
+    )
+
+
+def _prepare_layer(layer: DraftLayerWeights) -> KernelDraftLayer:
+    return KernelDraftLayer(
+        input_norm=layer.input_layernorm,
+        attention_projection=layer.attention_conv.kernel_projection,
+        attention_base=layer.attention_conv.base_kernel,
+        qkv=torch.cat((layer.q_proj, layer.k_proj, layer.v_proj)),
+        query_norm=layer.q_norm,
+        key_norm=layer.k_norm,
+        output=layer.o_proj,
+        post_attention_norm=layer.post_attention_layernorm,
+        mlp_projection=layer.mlp_conv.kernel_projection,
+        mlp_base=layer.mlp_conv.base_kernel,
+        gate_up=torch.cat((layer.gate_proj, layer.up_proj)),
+        down=layer.down_proj,
+    )
+
+
+def check_draft(config: DraftConfig, weights: KernelDraft, device: torch.device) -> None:
+    """Raises UserError unless every tensor is what the kernels read."""
+    c = config
+    h, d, f, rank, vocab = c.hidden_size, c.head_dim, c.intermediate_size, c.selector_rank, c.vocab_size
+    width, kv = c.num_attention_heads * d, c.num_key_value_heads * d
+    projection, base = (4 * (h // c.conv_group_size), h), (2, 2, h)
+    layer_shapes: dict[str, tuple[int, ...]] = {
+        "input_norm": (h,), "attention_projection": projection, "attention_base": base, "qkv": (width + 2 * kv, h),
+        "query_norm": (d,), "key_norm": (d,), "output": (h, width), "post_attention_norm": (h,),
+        "mlp_projection": projection, "mlp_base": base, "gate_up": (2 * f, h), "down": (h, f),
+    }  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {
+        "fusion": (h, len(c.target_layer_ids) * h), "hidden_norm": (h,), "norm": (h,), "predecessors": (vocab, rank),
+        "successors": (vocab, rank), "hidden_projection": (rank, h), "mask_embedding": (h,), "embedding": (vocab, h),
+        "lm_head": (vocab, h),
+    }  # fmt: skip
+    pairs = [(Spec(name, shape, torch.bfloat16), getattr(weights, name)) for name, shape in shapes.items()]
+    for index, layer in enumerate(weights.layers):
+        pairs += [
+            (Spec(f"layers.{index}.{name}", shape, torch.bfloat16), getattr(layer, name))
+            for name, shape in layer_shapes.items()
+        ]
+    check(pairs, device, "the draft's weights")
