@@ -22,11 +22,22 @@ using decode::TILE_SCALES;
 
 enum class Source { ring, shared };
 
-template <class Order>
+// Field order with the fourth pair by shifts of one word: one operation more, all of half the cost of a wide product.
+struct FieldShift {
+    DEVICE static void place(uint32_t word, uint32_t (&a)[4]) {
+        using decode::PLACED;
+        a[0] = word & PLACED;
+        a[2] = (word << 3) & PLACED;
+        a[1] = (word << 6) & PLACED;
+        a[3] = (((word >> 10) & 0x001b001bu) * ((1u << 12) + (1u << 7) + (1u << 2))) & PLACED;
+    }
+};
+// How a variant turns a lane's share into fragments, and who multiplies.
+template <class Order, bool GROUP_>
 struct Lean {
-    template <int NT>
-    DEVICE static void multiply(float (&acc)[4][NT][4], const decode::Share& share, const uint2 (&tokens)[NT]) {
-        decode::multiply_tile<Order>(acc, share, tokens);
+    static constexpr bool GROUP = GROUP_, DECODES = true;
+    DEVICE static void fragments(const decode::Share& share, uint32_t (&a)[4][4]) {
+        decode::decode_tile<Order>(share, a);
     }
 };
 // Control: one shift and one mask per field, scales broadcast to registers of their own.
@@ -38,8 +49,8 @@ struct ShiftAndMask {
         a[1] = ((word >> 2) & MAGNITUDE) | ((word << 4) & SIGN);
         a[3] = ((word >> 6) & MAGNITUDE) | (word & SIGN);
     }
-    template <int NT>
-    DEVICE static void multiply(float (&acc)[4][NT][4], const decode::Share& share, const uint2 (&tokens)[NT]) {
+    static constexpr bool GROUP = false, DECODES = true;
+    DEVICE static void fragments(const decode::Share& share, uint32_t (&a)[4][4]) {
         const uint32_t words[4] = {share.codes.x, share.codes.y, share.codes.z, share.codes.w};
         uint32_t scales[4];
         decode::widen_scales(share.scales.x, scales[0], scales[1]);
@@ -47,22 +58,21 @@ struct ShiftAndMask {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const uint32_t low = __byte_perm(scales[i], 0, 0x1010), high = __byte_perm(scales[i], 0, 0x3232);
-            uint32_t a[4];
-            place(words[i], a);
+            place(words[i], a[i]);
 #pragma unroll
-            for (int j = 0; j < 4; ++j) a[j] = multiply_bf16x2(a[j], j % 2 == 0 ? low : high);
-#pragma unroll
-            for (int n = 0; n < NT; ++n) mma_bf16(acc[i][n], a[0], a[1], a[2], a[3], tokens[n].x, tokens[n].y);
+            for (int j = 0; j < 4; ++j) a[i][j] = multiply_bf16x2(a[i][j], j % 2 == 0 ? low : high);
         }
     }
 };
 // Control: the ring alone; consumers release every stage unread. The roof of this copy pattern.
-struct NoDecode {};
+struct NoDecode {
+    static constexpr bool GROUP = false, DECODES = false;
+};
 
 struct Params {
     const char* words;    // [stored, k_steps, n_tiles, 512]
     const char* scales;   // [stored, k_steps, n_tiles, 64]
-    const uint4* tokens;  // [8 step pairs, NT, 32 lanes] b operands; inputs repeat after 256
+    const uint4* tokens;  // 16 steps of inputs as b operands or as core matrices; inputs repeat after 256
     float* out;           // [experts, PARTS, 8 NT, 64 n_tiles]
     int experts, stored;  // expert e has the weights of e % stored: few enough of them and they stay in L2
     int n_tiles, k_steps;
@@ -81,8 +91,10 @@ struct Shape {
     static_assert(TOKEN_STEPS % WARP_STEPS == 0 && WARP_STEPS % 2 == 0 && 2 * STEPS <= WARP);
 };
 
+// A whole warp waits. The vote makes the loop's exit uniform, without which the compiler moves every descriptor of a
+// warpgroup product through vector registers again.
 DEVICE void wait_bounded(uint32_t barrier, uint32_t parity) {
-    for (int tries = 0; !mbarrier_try_wait(barrier, parity); ++tries) {
+    for (int tries = 0; !all_lanes(mbarrier_try_wait(barrier, parity)); ++tries) {
         if (tries > SPIN_LIMIT) trap();
     }
 }
@@ -167,7 +179,9 @@ DEVICE void for_each_step(Body body, std::integer_sequence<int, STEPS...>) {
 // PREFETCH: the next step's codes and scales are loaded before the present step is used, over the stages' borders too.
 template <class Order, class S, int NT, bool PREFETCH, Source SOURCE>
 DEVICE void consume(const Params& p) {
-    const int lane = lane_index(), tile = warp_index() % S::TILES, part = warp_index() / S::TILES;
+    const int lane = lane_index(), tile = warp_index() % S::TILES;
+    // The same in all lanes, and the compiler must know it: descriptors live in uniform registers.
+    const int part = S::PARTS == 1 ? 0 : static_cast<int>(shuffle(warp_index() / S::TILES, 0));
     const uint32_t first = part * S::WARP_STEPS * S::TILES;
     const uint32_t codes = first * TILE_BYTES + tile * TILE_BYTES + lane * 16,
                    scales = S::CODES + first * TILE_SCALES + tile * TILE_SCALES + lane / 4 * 8;
@@ -198,9 +212,10 @@ DEVICE void consume(const Params& p) {
             const Ring<S, NT> here = ring;
             ring.next();
             --left;
-            if constexpr (!std::is_same_v<Order, NoDecode>) {
+            if constexpr (Order::DECODES) {
                 const uint32_t tokens =
-                    TOKENS_AT + (chunk * S::STEPS + part * S::WARP_STEPS) % TOKEN_STEPS / 2 * (NT * 512) + lane * 16;
+                    TOKENS_AT + (chunk * S::STEPS + part * S::WARP_STEPS) % TOKEN_STEPS * (NT * 256);
+                const uint64_t columns = columns_descriptor(shared_address(tokens), 128, 256);
                 uint4 x[NT];
                 for_each_step(
                     [&](auto index) {
@@ -214,13 +229,21 @@ DEVICE void consume(const Params& p) {
                             wait();
                             ahead = load(ring.stage(), 0);
                         }
-                        uint2 b[NT];
+                        uint32_t a[4][4];
+                        Order::fragments(share, a);
+                        if constexpr (Order::GROUP) {
+                            decode::multiply_tile_by_group(acc, a, columns + step * NT * 256 / 16);
+                        } else {
+                            uint2 b[NT];
 #pragma unroll
-                        for (int n = 0; n < NT; ++n) {
-                            if (step % 2 == 0) x[n] = shared_load<uint4>(tokens + (step / 2 * NT + n) * 512);
-                            b[n] = step % 2 == 0 ? make_uint2(x[n].x, x[n].y) : make_uint2(x[n].z, x[n].w);
+                            for (int n = 0; n < NT; ++n) {
+                                if (step % 2 == 0) {
+                                    x[n] = shared_load<uint4>(tokens + (step / 2 * NT + n) * 512 + lane * 16);
+                                }
+                                b[n] = step % 2 == 0 ? make_uint2(x[n].x, x[n].y) : make_uint2(x[n].z, x[n].w);
+                            }
+                            decode::multiply_tile(acc, a, b);
                         }
-                        Order::multiply(acc, share, b);
                     },
                     std::make_integer_sequence<int, S::WARP_STEPS>());
             }
@@ -229,6 +252,7 @@ DEVICE void consume(const Params& p) {
                 if (lane == 0) mbarrier_arrive(here.empty());
             }
         }
+        if constexpr (Order::GROUP) warpgroup_wait<0>();
         write_out<S>(p, task, acc);
     }
 }
@@ -238,6 +262,7 @@ __global__ void __launch_bounds__((S::WARPS + 1) * WARP, 1) decode_loop(const __
     for (int i = thread_index(); i < TOKEN_STEPS / 2 * NT * 32; i += blockDim.x) {
         shared_store<uint4>(TOKENS_AT + i * 16, p.tokens[i]);
     }
+    fence_generic_to_async();  // warpgroup products read the tokens through the async proxy
     if (thread_index() == 0) {
         for (int slot = 0; slot < S::STAGES; ++slot) {
             mbarrier_init(slot * 8, 1);
@@ -255,7 +280,7 @@ __global__ void __launch_bounds__((S::WARPS + 1) * WARP, 1) decode_loop(const __
 
 struct Variant {
     const char *order, *shape;
-    int rows, warps, tiles, parts, prefetch;
+    int rows, warps, tiles, parts, prefetch, group;
     int shared;
     void (*ring)(Params);
     void (*resident)(Params);
@@ -263,12 +288,12 @@ struct Variant {
 
 template <class Order, class S, int NT, bool PREFETCH = true>
 constexpr Variant variant(const char* order, const char* shape) {
-    return {order, shape, 8 * NT, S::WARPS, S::TILES, S::PARTS, PREFETCH, shared_bytes<S, NT>(),
+    static_assert(!Order::GROUP || S::TILES % 4 == 0, "the four warps of a group are side by side");
+    return {order, shape, 8 * NT, S::WARPS, S::TILES, S::PARTS, PREFETCH, Order::GROUP, shared_bytes<S, NT>(),
             decode_loop<Order, S, NT, PREFETCH, Source::ring>, decode_loop<Order, S, NT, PREFETCH, Source::shared>};
 }
 
 using Eight = Shape<8, 1, 8, 6>;
-using EightFine = Shape<8, 1, 4, 12>;
 using EightDeep = Shape<4, 2, 16, 6>;
 using Twelve = Shape<12, 1, 8, 4>;
 using Sixteen = Shape<16, 1, 4, 6>;
@@ -278,24 +303,36 @@ template <int NT>
 struct Family {
     static constexpr Variant list[] = {
         variant<NoDecode, Eight, NT, false>("none", "8x1"),
+        variant<NoDecode, Sixteen, NT, false>("none", "16x1"),
+        variant<NoDecode, EightDeep, NT, false>("none", "4x2"),
+        variant<Lean<FieldShift, false>, Eight, NT>("field shift", "8x1"),
+        variant<Lean<FieldShift, true>, Eight, NT>("field shift", "8x1"),
         variant<ShiftAndMask, Eight, NT>("shift", "8x1"),
-        variant<ShiftAndMask, Twelve, NT>("shift", "12x1"),
         variant<ShiftAndMask, Sixteen, NT>("shift", "16x1"),
-        variant<Lean<ShiftAndMask>, Eight, NT>("shift, scale half", "8x1"),
-        variant<Lean<decode::MarlinOrder>, Eight, NT>("marlin", "8x1"),
-        variant<Lean<decode::MarlinOrder>, Eight, NT, false>("marlin", "8x1"),
-        variant<Lean<decode::MarlinOrder>, EightFine, NT>("marlin", "8x1 fine"),
-        variant<Lean<decode::MarlinOrder>, EightDeep, NT>("marlin", "4x2"),
-        variant<Lean<decode::MarlinOrder>, Twelve, NT>("marlin", "12x1"),
-        variant<Lean<decode::MarlinOrder>, Sixteen, NT>("marlin", "16x1"),
-        variant<Lean<decode::MarlinOrder>, SixteenDeep, NT>("marlin", "8x2"),
-        variant<Lean<decode::FieldOrder>, Eight, NT>("field", "8x1"),
-        variant<Lean<decode::FieldOrder>, Eight, NT, false>("field", "8x1"),
-        variant<Lean<decode::FieldOrder>, EightFine, NT>("field", "8x1 fine"),
-        variant<Lean<decode::FieldOrder>, EightDeep, NT>("field", "4x2"),
-        variant<Lean<decode::FieldOrder>, Twelve, NT>("field", "12x1"),
-        variant<Lean<decode::FieldOrder>, Sixteen, NT>("field", "16x1"),
-        variant<Lean<decode::FieldOrder>, SixteenDeep, NT>("field", "8x2"),
+        variant<Lean<decode::MarlinOrder, false>, Eight, NT>("marlin", "8x1"),
+        variant<Lean<decode::MarlinOrder, false>, EightDeep, NT>("marlin", "4x2"),
+        variant<Lean<decode::MarlinOrder, false>, Twelve, NT>("marlin", "12x1"),
+        variant<Lean<decode::MarlinOrder, false>, Sixteen, NT>("marlin", "16x1"),
+        variant<Lean<decode::MarlinOrder, false>, SixteenDeep, NT>("marlin", "8x2"),
+        variant<Lean<decode::MarlinOrder, true>, Eight, NT>("marlin", "8x1"),
+        variant<Lean<decode::MarlinOrder, true>, EightDeep, NT>("marlin", "4x2"),
+        variant<Lean<decode::MarlinOrder, true>, Twelve, NT>("marlin", "12x1"),
+        variant<Lean<decode::MarlinOrder, true>, Sixteen, NT>("marlin", "16x1"),
+        variant<Lean<decode::MarlinOrder, true>, SixteenDeep, NT>("marlin", "8x2"),
+        variant<Lean<decode::MarlinOrder, false>, Eight, NT, false>("marlin", "8x1"),
+        variant<Lean<decode::MarlinOrder, true>, Eight, NT, false>("marlin", "8x1"),
+        variant<Lean<decode::FieldOrder, false>, Eight, NT>("field", "8x1"),
+        variant<Lean<decode::FieldOrder, false>, EightDeep, NT>("field", "4x2"),
+        variant<Lean<decode::FieldOrder, false>, Twelve, NT>("field", "12x1"),
+        variant<Lean<decode::FieldOrder, false>, Sixteen, NT>("field", "16x1"),
+        variant<Lean<decode::FieldOrder, false>, SixteenDeep, NT>("field", "8x2"),
+        variant<Lean<decode::FieldOrder, true>, Eight, NT>("field", "8x1"),
+        variant<Lean<decode::FieldOrder, true>, EightDeep, NT>("field", "4x2"),
+        variant<Lean<decode::FieldOrder, true>, Twelve, NT>("field", "12x1"),
+        variant<Lean<decode::FieldOrder, true>, Sixteen, NT>("field", "16x1"),
+        variant<Lean<decode::FieldOrder, true>, SixteenDeep, NT>("field", "8x2"),
+        variant<Lean<decode::FieldOrder, false>, Eight, NT, false>("field", "8x1"),
+        variant<Lean<decode::FieldOrder, true>, Eight, NT, false>("field", "8x1"),
     };
     static constexpr int COUNT = sizeof(list) / sizeof(list[0]);
 };
@@ -322,16 +359,16 @@ __global__ void reorder(const uint4* from, uint4* to, int64_t count) {
 
 extern "C" {
 
-// Fills integers [rows, warps, tiles, k parts, prefetch, registers, spilled bytes, shared bytes] and the two names.
+// Fills integers [rows, warps, tiles, k parts, prefetch, group, registers, spilled bytes, shared bytes] and the two names.
 int decode_loop_variant(int index, int* integers, char* order, char* shape) {
     const Variant* v = find(index);
     if (v == nullptr) return -1;
     cudaFuncAttributes attributes;
     const cudaError_t status = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(v->ring));
     if (status != cudaSuccess) return status;
-    const int values[] = {v->rows,     v->warps, v->tiles, v->parts, v->prefetch, attributes.numRegs,
+    const int values[] = {v->rows,     v->warps, v->tiles, v->parts, v->prefetch, v->group, attributes.numRegs,
                           static_cast<int>(attributes.localSizeBytes), v->shared};
-    for (int i = 0; i < 8; ++i) integers[i] = values[i];
+    for (int i = 0; i < 9; ++i) integers[i] = values[i];
     snprintf(order, 32, "%s", v->order);
     snprintf(shape, 32, "%s", v->shape);
     return 0;

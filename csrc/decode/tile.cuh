@@ -32,29 +32,51 @@ DEVICE void widen_scales(uint32_t bytes, uint32_t& first, uint32_t& second) {
     second = multiply_bf16x2((bytes >> 4) & BYTE_FIELD, TWO_TO_127);
 }
 
-// e2m1 * e4m3 has at most 6 significant bits: exact in bf16, so the weights are the specification's own.
-template <class Order, int NT>
-DEVICE void multiply_fragment(float (&acc)[NT][4], uint32_t word, uint32_t scales, const uint2 (&tokens)[NT]) {
-    uint32_t a[4];
+// One word to the weights of an m16 x k16 fragment, rows g (low half of `scales`) and g + 8. e2m1 * e4m3 has at most 6
+// significant bits: exact in bf16, so these are the specification's own weights times 2^-104.
+template <class Order>
+DEVICE void decode_fragment(uint32_t word, uint32_t scales, uint32_t (&a)[4]) {
     Order::place(word, a);
     a[0] = multiply_bf16x2_by_low(a[0], scales);
     a[1] = multiply_bf16x2_by_high(a[1], scales);
     a[2] = multiply_bf16x2_by_low(a[2], scales);
     a[3] = multiply_bf16x2_by_high(a[3], scales);
-#pragma unroll
-    for (int n = 0; n < NT; ++n) mma_bf16(acc[n], a[0], a[1], a[2], a[3], tokens[n].x, tokens[n].y);
 }
 
-// acc[i] += output rows 16 i .. 16 i + 15 of the tile times the tokens' 16 inputs (b operands in `tokens`).
-template <class Order, int NT>
-DEVICE void multiply_tile(float (&acc)[4][NT][4], const Share& share, const uint2 (&tokens)[NT]) {
+// All four fragments of the tile: a[i] is output rows 16 i .. 16 i + 15.
+template <class Order>
+DEVICE void decode_tile(const Share& share, uint32_t (&a)[4][4]) {
     uint32_t scales[4];
     widen_scales(share.scales.x, scales[0], scales[1]);
     widen_scales(share.scales.y, scales[2], scales[3]);
-    multiply_fragment<Order>(acc[0], share.codes.x, scales[0], tokens);
-    multiply_fragment<Order>(acc[1], share.codes.y, scales[1], tokens);
-    multiply_fragment<Order>(acc[2], share.codes.z, scales[2], tokens);
-    multiply_fragment<Order>(acc[3], share.codes.w, scales[3], tokens);
+    decode_fragment<Order>(share.codes.x, scales[0], a[0]);
+    decode_fragment<Order>(share.codes.y, scales[1], a[1]);
+    decode_fragment<Order>(share.codes.z, scales[2], a[2]);
+    decode_fragment<Order>(share.codes.w, scales[3], a[3]);
+}
+
+// acc[i] += fragment i times the tokens' 16 inputs (b operands in `tokens`), one warp on its own.
+template <int NT>
+DEVICE void multiply_tile(float (&acc)[4][NT][4], const uint32_t (&a)[4][4], const uint2 (&tokens)[NT]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            mma_bf16(acc[i][n], a[i][0], a[i][1], a[i][2], a[i][3], tokens[n].x, tokens[n].y);
+        }
+    }
+}
+
+// The same by a warpgroup whose four warps hold tiles of the same 16 inputs; `tokens` describes those inputs. Runs on
+// while the warps decode their next tiles; at most one tile's products are in flight when it returns, so `a` may be
+// written again after the next call. Before acc is read: warpgroup_wait<0>().
+template <int NT>
+DEVICE void multiply_tile_by_group(float (&acc)[4][NT][4], const uint32_t (&a)[4][4], uint64_t tokens) {
+    warpgroup_fence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) warpgroup_mma(acc[i], a[i], tokens);
+    warpgroup_commit();
+    warpgroup_wait<1>();
 }
 
 }  // namespace decode
