@@ -137,7 +137,7 @@ bool Machine::run(std::vector<Launch> launches, const Options& chosen) {
     launches_ = std::move(launches);
     steps_ = jumped_ = switches = races = 0;
     random_ = options.seed * 0x9e3779b97f4a7c15ull + 1;
-    preemptions_ = live_ = first_waiting_launch_ = 0;
+    preemptions_ = live_ = first_waiting_launch_ = late_pauses_ = 0;
     countdown_ =
         options.preempt_interval != 0 ? 1 + static_cast<uint32_t>(random() % (2 * options.preempt_interval)) : ~0u;
     preempting_ = timed_out_ = false;

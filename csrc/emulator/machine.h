@@ -200,7 +200,7 @@ class Machine {
     Fiber scheduler_;
     Stacks stacks_;
     uint64_t steps_ = 0, jumped_ = 0, random_ = 0;
-    uint32_t countdown_ = 0, preemptions_ = 0, live_ = 0, first_waiting_launch_ = 0;
+    uint32_t countdown_ = 0, preemptions_ = 0, live_ = 0, first_waiting_launch_ = 0, late_pauses_ = 0;
     std::vector<uint32_t> component_epochs_;
     View start_view_, join_left_, join_right_, join_result_;
     Warp* running_ = nullptr;

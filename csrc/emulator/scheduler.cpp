@@ -9,6 +9,7 @@ namespace emulator {
 
 // Nanoseconds that a pause takes once nobody can run any more; longer than any deadline.
 constexpr uint64_t TIMEOUT_STEP = 1ull << 41;
+constexpr uint32_t LATE_PAUSES = 1u << 18;  // all threads of a machine worth emulating have given up by then
 
 uint64_t Machine::random() {  // splitmix64
     uint64_t z = random_ += 0x9e3779b97f4a7c15ull;
@@ -114,7 +115,10 @@ void Machine::pause() {
     lane.poll_count = 0;
     bool sleep = polls > 0 && polls <= 4 && !timed_out_;
     for (int i = 0; sleep && i < polls; ++i) sleep = lane.polls[i].watch->version == lane.polls[i].version;
-    if (timed_out_) jumped_ += TIMEOUT_STEP;
+    if (timed_out_) {
+        jumped_ += TIMEOUT_STEP;
+        if (++late_pauses_ > LATE_PAUSES) fail("deadlock", "spins without a deadline", lane.wait.site);
+    }
     if (!sleep) {
         steps_ += polls == 0 ? 1000 : 1;  // a loop that polls nothing known ends at its deadline
         preempting_ = true;

@@ -13,47 +13,53 @@ from sgl_muse_mega.toolchain import cache_directory, find_host_compiler
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas")
 # Instances differ in constants only, so their functions have equal names: none may be visible outside its library.
 _KERNEL_FLAGS = ("-fvisibility=hidden", "-fno-gnu-unique")
-_SOURCE_SUFFIXES = {".cuh", ".cu", ".h", ".cpp"}
 
 
 def compile_machine() -> Path:
     """The emulated machine: csrc/emulator. Raises UserError without a working compiler."""
     folder = source_directory() / "emulator"
-    sources = sorted(folder.glob("*.cpp"))
-    return _cached(_FLAGS, sources, [folder], {})
+    files = {path.name: path.read_text() for path in sorted(folder.iterdir()) if path.suffix in {".cpp", ".h"}}
+    return _compiled(_FLAGS, files, [name for name in files if name.endswith(".cpp")])
 
 
 def compile_kernels(header: str, sources: Path | None = None, main: str = "step.cu") -> Path:
     """The kernels of `main` with `header` as instance.h.
 
-    sources: the folder that stands for csrc (a test's own kernels, or a changed copy); the emulator's headers always
-    come from csrc/emulator. Raises UserError without a working compiler or when the kernels do not compile.
+    sources: the folder that stands for csrc (a test's own kernels, or a changed copy). A file of csrc/emulator that has
+    the same path there, such as instr/mma.cuh, takes its place. Raises UserError without a working compiler or when the
+    kernels do not compile.
     """
-    folder = sources or source_directory()
-    emulator = source_directory() / "emulator"
-    return _cached((*_FLAGS, *_KERNEL_FLAGS), [folder / main], [emulator, folder], {"instance.h": header})
+    csrc = source_directory()
+    folder, emulator = sources or csrc, csrc / "emulator"
+    files = _texts(folder, skip=folder / "emulator") | _texts(emulator) | {"instance.h": header}
+    return _compiled((*_FLAGS, *_KERNEL_FLAGS), files, [main])
 
 
-def _cached(flags: tuple[str, ...], inputs: list[Path], includes: list[Path], generated: dict[str, str]) -> Path:
+def _texts(folder: Path, skip: Path | None = None) -> dict[str, str]:
+    """Headers and kernels below a folder, by relative path."""
+    paths = sorted(p for p in folder.rglob("*") if p.suffix in {".cuh", ".cu", ".h"})
+    return {str(p.relative_to(folder)): p.read_text() for p in paths if skip is None or skip not in p.parents}
+
+
+def _compiled(flags: tuple[str, ...], files: dict[str, str], inputs: list[str]) -> Path:
     compiler = find_host_compiler()
     if compiler is None:
         raise UserError("The emulator needs a C++ compiler and none was found; install g++ or set CXX.")
     version = subprocess.run([str(compiler), "--version"], capture_output=True, text=True, check=True).stdout
-    digest = hashlib.sha256("\0".join((*flags, version, *generated.values())).encode())
-    for path in inputs + [p for folder in includes for p in sorted(folder.rglob("*")) if p.suffix in _SOURCE_SUFFIXES]:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    key = hashlib.sha256("\0".join((*flags, version, *inputs, *files, *files.values())).encode()).hexdigest()[:32]
     cache = cache_directory()
-    found = cache / f"emulator-{digest.hexdigest()[:32]}.so"
+    found = cache / f"emulator-{key}.so"
     if found.is_file():
         return found
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix="emulator-") as temporary:
             work = Path(temporary)
-            for name, text in generated.items():
+            for name, text in files.items():
+                (work / name).parent.mkdir(parents=True, exist_ok=True)
                 (work / name).write_text(text)
-            command = [str(compiler), *flags, f"-I{includes[0]}", f"-I{work}", *(f"-I{i}" for i in includes[1:])]
-            command += ["-x", "c++", *map(str, inputs), "-o", str(work / "output.so")]
+            command = [str(compiler), *flags, f"-I{work}", "-x", "c++", *(str(work / i) for i in inputs)]
+            command += ["-o", str(work / "output.so")]
             result = subprocess.run(command, capture_output=True, text=True, check=False)
             if result.returncode != 0:
                 shown = "\n".join(result.stderr.strip().splitlines()[:40])
@@ -62,6 +68,7 @@ def _cached(flags: tuple[str, ...], inputs: list[Path], includes: list[Path], ge
             os.replace(work / "output.so", found)
     except OSError as error:
         raise UserError(
-            f"The kernel cache {cache} cannot be written ({error.strerror}); set SGL_MUSE_MEGA_CACHE to a folder of yours."
+            f"The kernel cache {cache} cannot be written ({error.strerror}); set SGL_MUSE_MEGA_CACHE to a folder of "
+            "yours."
         ) from error
     return found

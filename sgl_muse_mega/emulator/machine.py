@@ -61,7 +61,13 @@ def racing(seed: int, **changes: object) -> Schedule:
     """Schedule number `seed` (from 1) of the race hunt: random or priority order, few or many preemptions."""
     order = (Order.RANDOM, Order.PRIORITY)[seed % 2]
     interval = (40, 400, 4000)[seed // 2 % 3]
-    chosen: dict[str, object] = {"seed": seed, "order": order, "preempt_interval": interval, "ordered": True, "overlap": True}
+    chosen: dict[str, object] = {
+        "seed": seed,
+        "order": order,
+        "preempt_interval": interval,
+        "ordered": True,
+        "overlap": True,
+    }
     return Schedule(**{**chosen, **changes})  # type: ignore[arg-type]
 
 

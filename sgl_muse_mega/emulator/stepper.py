@@ -94,7 +94,9 @@ def step_regions(step: Step, caches: list[tuple[Tensor, Tensor]]) -> list[Region
             label = f"{kernel}{'.nvfp4' if nvfp4 else '.bf16'}"
             regions += [Region(f"{label}.{f.name}", getattr(control, f.name), False, True) for f in fields(control)]
     for index, pair in enumerate(caches):
-        regions += [Region(f"layers.{index}.{n}", t, False, True) for n, t in zip(("keys", "values"), pair, strict=True)]
+        regions += [
+            Region(f"layers.{index}.{n}", t, False, True) for n, t in zip(("keys", "values"), pair, strict=True)
+        ]
     for index, layer in enumerate(step.weights.layers):
         tensors = {f.name: getattr(layer, f.name) for f in fields(layer)}
         regions += [Region(f"layers.{index}.{n}", t, True, True) for n, t in tensors.items() if isinstance(t, Tensor)]

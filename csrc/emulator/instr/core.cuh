@@ -1,10 +1,10 @@
-// Emulated twin of csrc/instr/core.cuh: a thread is a fiber of the machine in ../machine.h.
+// Emulated twin of csrc/instr/core.cuh: a thread is a fiber of the machine in csrc/emulator/machine.h.
 #pragma once
 #include <bit>
 #include <cstdint>
 
-#include "../sync.h"
-#include "../warp.h"
+#include "sync.h"
+#include "warp.h"
 
 #define DEVICE inline
 #define KERNEL(name, parameter_type, threads)                                                                      \
