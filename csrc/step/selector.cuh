@@ -134,7 +134,7 @@ DEVICE int pick_sampled(float score, float temperature, float uniform, float& pr
 // One warp. The tokens go to rows 1 .. of the verify step's inputs, q to the accept rule.
 DEVICE void walk(const Params& p) {
     const bool greedy = request::greedy(p);
-    const float temperature = request::number(p, protocol::Request::TEMPERATURE);
+    const float temperature = static_cast<float>(request::number(p, protocol::Request::TEMPERATURE));
     const uint64_t seed = request::seed(p), position = static_cast<uint64_t>(global_load(p.length)) + 1u;
     const int lane = lane_index() < K ? lane_index() : 0;
     int path = 0;

@@ -10,13 +10,14 @@ from sgl_muse_mega.checkpoint.random_weights import random_draft
 from sgl_muse_mega.config import DraftConfig
 from sgl_muse_mega.emulator.machine import PLAIN, Schedule
 from sgl_muse_mega.emulator.stepper import Emulator
-from sgl_muse_mega.megakernel import draft_protocol
+from sgl_muse_mega.megakernel.decode_request import request_words
 from sgl_muse_mega.megakernel.draft_scratch import DecodeState
 from sgl_muse_mega.megakernel.draft_step import DraftStep
 from sgl_muse_mega.megakernel.draft_weights import prepare_draft
 from sgl_muse_mega.megakernel.scratch import StepInputs
 from sgl_muse_mega.reference.cache import KVCache
 from sgl_muse_mega.reference.draft import ReferenceDraft
+from sgl_muse_mega.speculative.sampling import SamplingParams
 
 EMBEDDING_EPS = 1e-5
 
@@ -80,11 +81,8 @@ class DraftCase:
                 cache[self.slots[:length]] = content.to(torch.bfloat16)
 
     def request(self, *, temperature: float = 0.0, seed: int = 0) -> None:
-        words = self.state.request
-        words.zero_()
-        values = {"GREEDY": int(temperature == 0), "TEMPERATURE": _float_bits(temperature), "SEED": signed(seed)}
-        for name, value in values.items():
-            words[draft_protocol.REQUEST.index(name)] = value
+        params = SamplingParams(temperature=temperature, seed=seed)
+        self.state.request.copy_(torch.tensor(request_words(params, max_new_tokens=100, max_context=400)))
 
     def run(self, schedule: Schedule = PLAIN) -> None:
         """Runs what was launched, over declared memory."""
@@ -122,11 +120,3 @@ class DraftCase:
         ids[0] = anchor
         return self.reference.block(ids, length, self.slots[start:length], start, self.reference_caches())
 
-
-def _float_bits(value: float) -> int:
-    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
-
-
-def signed(word: int) -> int:
-    """An unsigned 64-bit word as the int64 of the same bits."""
-    return word - 2**64 if word >= 2**63 else word

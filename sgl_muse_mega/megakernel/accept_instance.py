@@ -1,0 +1,69 @@
+"""One instantiation of the accept kernel: vocabulary, rows and candidates."""
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from sgl_muse_mega.errors import UserError
+from sgl_muse_mega.megakernel import draft_protocol
+from sgl_muse_mega.megakernel.instance import WARP
+
+MAX_VOCAB = 1 << 19  # integer weights up to 2^44 must sum to less than 2^63 (csrc/step/mass.cuh)
+_SEGMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptInstance:
+    """One CTA per row; `row_cap` CTAs in all."""
+
+    source: ClassVar[str] = "accept.cu"
+    kernels: ClassVar[tuple[str, ...]] = ("accept_kernel",)
+
+    vocab: int
+    selector_k: int  # 1 without a draft
+    softcap: float
+    row_cap: int
+    threads: int = 512
+    list_cap: int = 512  # ids a warp puts aside while a filter is applied
+
+    def __post_init__(self) -> None:
+        """Raises UserError for a vocabulary that the kernel cannot take."""
+        if self.vocab % 4 or self.vocab > MAX_VOCAB:
+            raise UserError(
+                f"The accept kernel takes vocabularies of up to {MAX_VOCAB} ids in multiples of 4, this one has "
+                f"{self.vocab}; use --backend reference."
+            )
+
+    @property
+    def sms(self) -> int:
+        """CTAs of a launch."""
+        return self.row_cap
+
+    @property
+    def shared_offsets(self) -> dict[str, int]:
+        warps = self.threads // WARP
+        sums = 32
+        cuts = sums + warps * 8
+        segments = cuts + 16 * self.selector_k
+        lists = segments + -(-self.vocab // _SEGMENT) * 8
+        return {
+            "EPOCH_AT": 0,
+            "FOUND_AT": 8,  # an id, then a sum
+            "SUMS_AT": sums,
+            "CUTS_AT": cuts,
+            "SEGMENTS_AT": segments,
+            "LISTS_AT": lists,
+            "SHARED_BYTES": lists + warps * self.list_cap * 4,
+        }
+
+    def header(self) -> str:
+        """Text of instance.h."""
+        integers = {
+            "SMS": self.row_cap, "ROW_CAP": self.row_cap, "THREADS": self.threads, "MATH_THREADS": self.threads,
+            "VOCAB": self.vocab, "SELECTOR_K": self.selector_k, "LIST_CAP": self.list_cap,
+        }  # fmt: skip
+        constants = {"int": integers, "uint32_t": self.shared_offsets, "float": {"SOFTCAP": self.softcap}}
+        return draft_protocol.header(draft_protocol.ACCEPT_COUNTERS, constants)
+
+    def describe(self) -> str:
+        """One line for logs and cache entries."""
+        return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
