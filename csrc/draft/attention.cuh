@@ -8,9 +8,9 @@
 
 namespace attention {
 
-constexpr int GROUP = cfg::HEADS / cfg::KV_HEADS;  // query heads per KV head
-constexpr int KEYS = 16;                           // keys in flight per warp
-constexpr int SLICES = cfg::HEAD_DIM / 32;         // a lane has eight of every 32 dimensions
+constexpr int GROUP = cfg::HEADS / cfg::KV_HEADS;       // query heads per KV head
+constexpr int KEYS = 16;                                // keys in flight per warp
+constexpr int SLICES = cfg::HEAD_DIM / 32;              // a lane has eight of every 32 dimensions
 constexpr int SIDES = 2, SIDE_SLICES = SLICES / SIDES;  // sums of half the dimensions are all that registers can hold
 static_assert(cfg::KV_SPLIT % KEYS == 0, "a split is whole chunks of keys");
 

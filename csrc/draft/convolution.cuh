@@ -13,8 +13,7 @@ enum Side { INPUT = 0, OUTPUT = 1 };
 DEVICE float dynamic_tap(const float* partial, int row, Side side, int tap, int column) {
     const int output = (side * 2 + tap) * GROUPS + column / cfg::CONV_GROUP;
     const int block = output / BLOCK_ROWS, parts = Geometry<ConvTaps>::parts(block);
-    const float* at =
-        partial + ((block * ConvTaps::PARTS) * cfg::ROW_CAP + row) * BLOCK_ROWS + output % BLOCK_ROWS;
+    const float* at = partial + ((block * ConvTaps::PARTS) * cfg::ROW_CAP + row) * BLOCK_ROWS + output % BLOCK_ROWS;
     float sum = global_load(at);
 #pragma unroll
     for (int part = 1; part < ConvTaps::PARTS; ++part) {

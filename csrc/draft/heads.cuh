@@ -41,8 +41,8 @@ DEVICE float2 load_pair(const uint16_t* address) {
 
 // norm: bf16 [HEAD_DIM]; angles: the position's row of the table, cosines then sines.
 DEVICE Values norm_and_rotate(const Values& x, const uint16_t* norm, const float* angles) {
-    const float squares = x.first.x * x.first.x + x.first.y * x.first.y + x.second.x * x.second.x +
-                          x.second.y * x.second.y;
+    const float squares =
+        x.first.x * x.first.x + x.first.y * x.first.y + x.second.x * x.second.x + x.second.y * x.second.y;
     const float scale = reciprocal_root(output_gate::warp_sum(squares) / cfg::HEAD_DIM + cfg::RMS_EPS);
     const int j = 2 * lane_index();
     const float2 low = load_pair(norm + j), high = load_pair(norm + cfg::HEAD_DIM / 2 + j);
@@ -65,8 +65,7 @@ DEVICE void run(const Params& p, uint32_t epoch) {
     constexpr int UNITS = cfg::HEADS + 2 * cfg::KV_HEADS;
     wait_counter_math(p, protocol::Counter::QKV, epoch);
     const int length = global_load(p.length);
-    for (int unit = cta_index() + cfg::SMS * warp_index(); unit < p.rows * UNITS;
-         unit += cfg::SMS * cfg::MATH_WARPS) {
+    for (int unit = cta_index() + cfg::SMS * warp_index(); unit < p.rows * UNITS; unit += cfg::SMS * cfg::MATH_WARPS) {
         const int row = unit / UNITS, head = unit % UNITS;
         const float* angles = p.rope + static_cast<int64_t>(length + row) * cfg::HEAD_DIM;
         Values x = load<Qkv>(p.qkv_partial, row, head);

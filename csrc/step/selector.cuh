@@ -1,4 +1,5 @@
-// Section 7.3: candidates of each slot, the lattice, and the walk. Slot s is row s of this launch, row s + 1 of the block.
+// Section 7.3: candidates of each slot, the lattice, and the walk. Slot s is row s of this launch, row s + 1 of the
+// block.
 #pragma once
 #include "draft/products.cuh"
 #include "layer/row.cuh"
@@ -25,8 +26,7 @@ DEVICE void run_scores(const Params& p, Ring& ring) {
     for (int turn = 0; turn < ROW_TURNS; ++turn) {
         const int slot = thread_index() / BLOCK_ROWS + ROWS_AT_ONCE * turn;
         if (slot >= p.rows || lane_index() >= K) continue;
-        const int64_t at =
-            (static_cast<int64_t>(slot) * LISTS + 2 * cta_index() + warp_index() % 2) * K + lane_index();
+        const int64_t at = (static_cast<int64_t>(slot) * LISTS + 2 * cta_index() + warp_index() % 2) * K + lane_index();
         global_store(p.list_scores + at, best[turn].value);
         global_store(p.list_ids + at, best[turn].id);
     }

@@ -30,13 +30,11 @@ struct List {
   private:
     DEVICE bool beats_last(float candidate, int candidate_id) const {
         const float last = bits_float(shuffle(float_bits(value), K - 1));
-        return better(candidate, candidate_id, last,
-                      static_cast<int>(shuffle(static_cast<uint32_t>(id), K - 1)));
+        return better(candidate, candidate_id, last, static_cast<int>(shuffle(static_cast<uint32_t>(id), K - 1)));
     }
     DEVICE void insert(float candidate, int candidate_id) {
         const int lane = lane_index(), before = lane > 0 ? lane - 1 : 0;
-        const int place =
-            population_count(warp_ballot(lane < K && better(value, id, candidate, candidate_id)));
+        const int place = population_count(warp_ballot(lane < K && better(value, id, candidate, candidate_id)));
         const float value_before = bits_float(shuffle(float_bits(value), before));
         const int id_before = static_cast<int>(shuffle(static_cast<uint32_t>(id), before));
         if (lane > place) {
