@@ -259,8 +259,8 @@ def test_fp8_cache_clamps_and_rounds() -> None:
 
 
 def test_convolution_stays_inside_the_block() -> None:
-    x = NUM.bf(torch.randn(4, 32))
-    base, dynamic = torch.randn(2, 32), torch.randn(4, 2, 2)
+    x = NUM.bf(torch.randn(4, 32)).double()
+    base, dynamic = torch.randn(2, 32).double(), torch.randn(4, 2, 2).double()
     y = conv(x, base, dynamic, EXACT)
     for t in range(4):
         for channel in (0, 15, 16, 31):
@@ -268,7 +268,7 @@ def test_convolution_stays_inside_the_block() -> None:
             previous = x[t - 1, channel] if t else 0.0
             expected = (base[0, channel] + dynamic[t, 0, group]) * x[t, channel]
             expected += (base[1, channel] + dynamic[t, 1, group]) * previous
-            torch.testing.assert_close(y[t, channel], expected.double())
+            torch.testing.assert_close(y[t, channel], expected)
 
 
 def test_identity_convolution_is_a_plain_draft() -> None:
