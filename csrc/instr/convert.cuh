@@ -18,6 +18,24 @@ DEVICE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
     return out;
 }
+// Both halves of `pair` times the low (or the high) half of `scales`: HMUL2 picks the half itself, where a broadcast
+// register would cost a PRMT.
+DEVICE uint32_t multiply_bf16x2_by_low(uint32_t pair, uint32_t scales) {
+    uint32_t out;
+    asm("{\n.reg .b16 low, high;\n.reg .b32 both;\nmov.b32 {low, high}, %2;\nmov.b32 both, {low, low};\n"
+        "mul.rn.bf16x2 %0, %1, both;\n}"
+        : "=r"(out)
+        : "r"(pair), "r"(scales));
+    return out;
+}
+DEVICE uint32_t multiply_bf16x2_by_high(uint32_t pair, uint32_t scales) {
+    uint32_t out;
+    asm("{\n.reg .b16 low, high;\n.reg .b32 both;\nmov.b32 {low, high}, %2;\nmov.b32 both, {high, high};\n"
+        "mul.rn.bf16x2 %0, %1, both;\n}"
+        : "=r"(out)
+        : "r"(pair), "r"(scales));
+    return out;
+}
 // Two e4m3 bytes (low byte first) to two bf16; exact.
 DEVICE uint32_t e4m3x2_to_bf16x2(uint32_t bytes) {
     uint32_t half2;

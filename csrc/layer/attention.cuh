@@ -10,7 +10,7 @@
 namespace attention {
 
 constexpr int GROUP = cfg::HEADS / cfg::KV_HEADS;  // query heads per KV head
-constexpr int KEYS = 32;                           // keys in flight per warp
+constexpr int KEYS = cfg::FP8_CACHE ? 32 : 16;     // in flight per warp; 32 bf16 keys and values spill registers
 constexpr int KEY_BLOCKS = KEYS / 8;
 static_assert(cfg::MIN_SPLIT % KEYS == 0, "a split is whole chunks of keys");
 

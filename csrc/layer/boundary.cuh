@@ -29,15 +29,17 @@ DEVICE void embed_row(const Params& p, int row) {
 }
 
 // A9, A10, F1: attention branch into the stream, and the norm before the experts.
-DEVICE void after_attention_row(const Params& p, int row) {
+template <class Ready>
+DEVICE void after_attention_row(const Params& p, int row, Ready ready) {
     using Columns = RowColumns<cfg::HIDDEN>;
     float4 s[Columns::GROUPS] = {};
     uint2 z[Columns::GROUPS] = {};  // the branch is bf16: half the registers
+    for_columns<cfg::HIDDEN>([&](int i, int column) { s[i] = load_f32x4(p.stream + row * cfg::HIDDEN + column); });
+    ready();  // the stream's row is this CTA's own and needs no waiting
     float squares = 0.f;
     for_columns<cfg::HIDDEN>([&](int i, int column) {
         const float4 branch = Exchange::attention_branch(p, row, column);
         z[i] = pack_bf16x4(branch);
-        s[i] = load_f32x4(p.stream + row * cfg::HIDDEN + column);
         squares += square_sum(branch);
     });
     const float scale = reciprocal_root(row_sum(squares, 0) / cfg::HIDDEN + cfg::POST_EPS);
@@ -56,15 +58,17 @@ DEVICE void after_attention_row(const Params& p, int row) {
 }
 
 // F15, F16, tap, next A1: expert branch into the stream, and the next layer's input norm.
-DEVICE void after_experts_row(const Params& p, int row) {
+template <class Ready>
+DEVICE void after_experts_row(const Params& p, int row, Ready ready) {
     using Columns = RowColumns<cfg::HIDDEN>;
     float4 s[Columns::GROUPS] = {};
     uint2 z[Columns::GROUPS] = {};  // the branch is bf16: half the registers
+    for_columns<cfg::HIDDEN>([&](int i, int column) { s[i] = load_f32x4(p.stream + row * cfg::HIDDEN + column); });
+    ready();
     float squares = 0.f;
     for_columns<cfg::HIDDEN>([&](int i, int column) {
         const float4 branch = Exchange::expert_branch(p, row, column);
         z[i] = pack_bf16x4(times(branch, centred_gamma(p.post_feedforward_norm + column)));
-        s[i] = load_f32x4(p.stream + row * cfg::HIDDEN + column);
         squares += square_sum(unpack_bf16x4(z[i]));
     });
     const float scale = reciprocal_root(row_sum(squares, 0) / cfg::HIDDEN + cfg::POST_EPS);
@@ -100,19 +104,44 @@ DEVICE void final_norm_row(const Params& p, int row) {
     });
 }
 
-// Runs `row_operation` for the rows this CTA owns. Every row of the capacity arrives, so that the counter's growth does
-// not depend on the number of rows. `ready` returns when the rows' inputs are there; CTAs without a row do not wait.
-template <class Ready, class RowOperation>
-DEVICE void for_owned_rows(const Params& p, protocol::Counter counter, Ready ready, RowOperation row_operation,
+// Runs `row_operation(row, ready)` for the rows this CTA owns. Every row of the capacity arrives, so that the counter's
+// growth does not depend on the number of rows. A row operation calls ready() before it reads what `wait` is for; CTAs
+// without a row do not wait.
+template <class Wait, class RowOperation>
+DEVICE void for_owned_rows(const Params& p, protocol::Counter counter, Wait wait, RowOperation row_operation,
                            int shift = 0) {
     bool waited = false;
     for (int row = 0; row < cfg::ROW_CAP; ++row) {
         if (!owns_row(row, shift)) continue;
-        if (!waited) ready();
-        waited = true;
-        if (row < p.rows) row_operation(row);
+        if (row < p.rows) {
+            row_operation(row, [&] {
+                if (!waited) wait();
+                waited = true;
+            });
+        }
         arrive_math(p, counter);
     }
+}
+
+// The small vectors of a launch, pulled into L2 while the weights stream past them; every CTA takes its share of lines.
+DEVICE void prefetch_vector(const void* vector, int bytes) {
+    constexpr int LINE = 128;
+    for (int offset = (cta_index() * WARP + lane_index()) * LINE; offset < bytes; offset += cfg::SMS * WARP * LINE) {
+        prefetch_line(static_cast<const char*>(vector) + offset);
+    }
+}
+
+DEVICE void prefetch_layer_vectors(const Params& p) {
+    prefetch_vector(p.attention_alpha, cfg::HIDDEN * 4);
+    prefetch_vector(p.attention_beta, cfg::HIDDEN * 4);
+    prefetch_vector(p.pre_feedforward_norm, cfg::HIDDEN * 2);
+    prefetch_vector(p.router_bias, cfg::EXPERTS * 4);
+    prefetch_vector(p.pre_expert_norm, cfg::MOE_HIDDEN * 2);
+    prefetch_vector(p.post_expert_norm, cfg::MOE_HIDDEN * 2);
+    prefetch_vector(p.post_feedforward_norm, cfg::HIDDEN * 2);
+    prefetch_vector(p.feedforward_alpha, cfg::HIDDEN * 4);
+    prefetch_vector(p.feedforward_beta, cfg::HIDDEN * 4);
+    if (p.has_next != 0) prefetch_vector(p.next_norm, cfg::HIDDEN * 2);
 }
 
 }  // namespace boundary

@@ -62,7 +62,10 @@ DEVICE void run(const Params& p, uint32_t epoch) {
     using protocol::Counter;
     boundary::for_owned_rows(
         p, Counter::COMBINED, [&] { wait_counter_math(p, Counter::EXPERT_OUTPUT, epoch); },
-        [&](int row) { combine_row(p, row); });
+        [&](int row, auto ready) {
+            ready();
+            combine_row(p, row);
+        });
 }
 
 }  // namespace combine

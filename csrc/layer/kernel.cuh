@@ -99,7 +99,7 @@ DEVICE void layer_math(const Params& p, uint32_t epoch) {
     mark(p, Point::O_PROJ);
     boundary::for_owned_rows(
         p, Counter::AFTER_ATTENTION, [&] { wait_counter_math(p, Counter::O_PROJ, epoch); },
-        [&](int row) { boundary::after_attention_row(p, row); });
+        [&](int row, auto ready) { boundary::after_attention_row(p, row, ready); });
     mark(p, Point::AFTER_ATTENTION);
     run_dense_to<Router>(p, ring, p.router_partial, Counter::ROUTER);
     mark(p, Point::ROUTER);
@@ -119,7 +119,7 @@ DEVICE void layer_math(const Params& p, uint32_t epoch) {
     mark(p, Point::POST_PROJ);
     boundary::for_owned_rows(
         p, Counter::AFTER_EXPERTS, [&] { wait_counter_math(p, Counter::POST_PROJ, epoch); },
-        [&](int row) { boundary::after_experts_row(p, row); });
+        [&](int row, auto ready) { boundary::after_experts_row(p, row, ready); });
     mark(p, Point::AFTER_EXPERTS);
     if (p.has_next != 0) {
         run_dense_to<QkvProj>(p, ring, p.qkv_partial, Counter::QKV_PROJ);
@@ -143,6 +143,7 @@ DEVICE void layer(const Params& p) {
     if (warp == TOKEN_LOADER) {
         layer_tokens(p, epoch);
     } else if (warp == ROUTING_WARP) {
+        boundary::prefetch_layer_vectors(p);
         routing::build_table(p, epoch);
     } else {
         layer_math(p, epoch);
@@ -165,7 +166,7 @@ DEVICE void embed(const Params& p) {
         wait_rows(p, Counter::AFTER_EXPERTS, epoch);
         load_tokens<QkvProj>(p, ring, p.next_input, eviction_policy(Keep::last_out));
     } else if (warp < cfg::MATH_WARPS) {
-        boundary::for_owned_rows(p, Counter::AFTER_EXPERTS, [] {}, [&](int row) { boundary::embed_row(p, row); });
+        boundary::for_owned_rows(p, Counter::AFTER_EXPERTS, [] {}, [&](int row, auto) { boundary::embed_row(p, row); });
         run_dense_to<QkvProj>(p, ring, p.qkv_partial, Counter::QKV_PROJ);
         qkv::run(p, epoch);
         end_epoch(p, epoch);
@@ -188,7 +189,8 @@ DEVICE void lm_head(const Params& p) {
         wait_rows(p, Counter::AFTER_EXPERTS, epoch);
         load_tokens<LmHead>(p, ring, p.next_input, eviction_policy(Keep::last_out));
     } else if (warp < cfg::MATH_WARPS) {
-        boundary::for_owned_rows(p, Counter::AFTER_EXPERTS, [] {}, [&](int row) { boundary::final_norm_row(p, row); });
+        boundary::for_owned_rows(
+            p, Counter::AFTER_EXPERTS, [] {}, [&](int row, auto) { boundary::final_norm_row(p, row); });
         head::run_logits(p, ring);
         wait_counter_math(p, Counter::LOGITS, epoch);
         for (int row = 0; row < p.rows; ++row) {

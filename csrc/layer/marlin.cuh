@@ -56,21 +56,23 @@ DEVICE void load_stage(const R& ring, const void* weights, const void* scales, i
 }
 
 // Eight 4-bit codes to the four registers of a fragment, times the scales of its two output rows (low half: row g).
-// Nibbles p and p + 4 are a pair of inputs: p = 0, 1 of row g, p = 2, 3 of row g + 8.
+// Nibbles p and p + 4 are a pair of inputs: p = 0, 1 of row g, p = 2, 3 of row g + 8. A code is placed with its sign at
+// bit 15 and its magnitude at bits 8..6; a product with two powers of two shifts a nibble twice at once, on the FMA
+// pipe instead of the logic pipe, which is what limits this loop.
 DEVICE void decode(uint32_t codes, uint32_t scales, uint32_t (&a)[4]) {
-    constexpr uint32_t SIGN = 0x80008000u, MAGNITUDE = 0x01c001c0u;
-    const uint32_t low = (scales & 0xffffu) | (scales << 16), high = (scales >> 16) | (scales & 0xffff0000u);
-    a[0] = multiply_bf16x2(((codes << 6) & MAGNITUDE) | ((codes << 12) & SIGN), low);
-    a[2] = multiply_bf16x2(((codes << 2) & MAGNITUDE) | ((codes << 8) & SIGN), low);
-    a[1] = multiply_bf16x2(((codes >> 2) & MAGNITUDE) | ((codes << 4) & SIGN), high);
-    a[3] = multiply_bf16x2(((codes >> 6) & MAGNITUDE) | (codes & SIGN), high);
+    constexpr uint32_t SIGN = 0x80008000u, MAGNITUDE = 0x01c001c0u, PLACED = SIGN | MAGNITUDE;
+    const uint32_t upper = codes >> 6;
+    a[0] = multiply_bf16x2_by_low(((codes & 0x000f000fu) * ((1u << 6) + (1u << 12))) & PLACED, scales);
+    a[2] = multiply_bf16x2_by_low(((codes & 0x00f000f0u) * ((1u << 2) + (1u << 8))) & PLACED, scales);
+    a[1] = multiply_bf16x2_by_high(((upper & 0x003c003cu) * ((1u << 4) + (1u << 10))) & PLACED, scales);
+    a[3] = multiply_bf16x2_by_high((upper & MAGNITUDE) | (codes & SIGN), scales);
 }
 
-// Two E5M3 bytes at bits 4..11 of their halves are bf16 patterns 2^-112 too small; the product is exact, subnormals
-// too.
-DEVICE uint32_t widen_scales(uint32_t placed) {
-    constexpr uint32_t TWO_TO_127 = 0x7f007f00u;
-    return multiply_bf16x2(placed, TWO_TO_127);
+// Two of four E5M3 bytes, shifted to bits 11..4 of their halves, are bf16 patterns 2^-112 too small; the product is
+// exact, zero and subnormals included.
+DEVICE uint32_t widen_scales(uint32_t shifted) {
+    constexpr uint32_t FIELD = 0x0ff00ff0u, TWO_TO_127 = 0x7f007f00u;
+    return multiply_bf16x2(shifted & FIELD, TWO_TO_127);
 }
 
 // This warp's n64 tile and its share of the steps: acc[i] are output rows 16 i .. 16 i + 15 of the tile.
@@ -92,8 +94,7 @@ DEVICE void accumulate(float (&acc)[4][NT][4], uint32_t weights, uint32_t tokens
             const uint4 w = shared_load<uint4>(codes_at + step * (G::TILES * TILE_BYTES));
             const uint2 s = shared_load<uint2>(scales_at + step * (G::TILES * TILE_SCALES));
             const uint32_t codes[4] = {w.x, w.y, w.z, w.w};
-            const uint32_t placed[4] = {(s.x & 0x00ff00ffu) << 4, (s.x & 0xff00ff00u) >> 4, (s.y & 0x00ff00ffu) << 4,
-                                        (s.y & 0xff00ff00u) >> 4};
+            const uint32_t placed[4] = {s.x << 4, s.x >> 4, s.y << 4, s.y >> 4};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 uint32_t a[4];

@@ -78,10 +78,17 @@ DEVICE void run(const Params& p, uint32_t epoch) {
     using protocol::Counter;
     boundary::for_owned_rows(
         p, Counter::EXPERT_INPUT, [&] { wait_counter_math(p, Counter::PRE_PROJ, epoch); },
-        [&](int row) { expert_input_row(p, row); });
+        [&](int row, auto ready) {
+            ready();
+            expert_input_row(p, row);
+        });
     // Other CTAs than those above, where there are enough: the two hand-offs overlap.
     boundary::for_owned_rows(
-        p, Counter::ROUTED, [&] { wait_counter_math(p, Counter::ROUTER, epoch); }, [&](int row) { route_row(p, row); },
+        p, Counter::ROUTED, [&] { wait_counter_math(p, Counter::ROUTER, epoch); },
+        [&](int row, auto ready) {
+            ready();
+            route_row(p, row);
+        },
         cfg::ROW_CAP);
 }
 

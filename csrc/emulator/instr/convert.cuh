@@ -20,6 +20,12 @@ DEVICE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
     return pack_bf16x2(bf16_to_float(a & 0xffffu) * bf16_to_float(b & 0xffffu),
                        bf16_to_float(a >> 16) * bf16_to_float(b >> 16));
 }
+DEVICE uint32_t multiply_bf16x2_by_low(uint32_t pair, uint32_t scales) {
+    return multiply_bf16x2(pair, (scales & 0xffffu) | scales << 16);
+}
+DEVICE uint32_t multiply_bf16x2_by_high(uint32_t pair, uint32_t scales) {
+    return multiply_bf16x2(pair, scales >> 16 | (scales & 0xffff0000u));
+}
 DEVICE float e4m3_to_float(uint32_t byte) {
     const int exponent = byte >> 3 & 15, mantissa = byte & 7;
     float value = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
