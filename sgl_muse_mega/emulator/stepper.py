@@ -59,9 +59,19 @@ class Emulator:
         path = compile_kernels(instance.header(), self._sources, instance.source)
         return EmulatedModule(self, instance, KernelLibrary(path))
 
-    def declare(self, memory: Sequence[tuple[str, Tensor, bool, bool]]) -> None:
-        """`attach` for launches that are no `Step`: (name, tensor, constant, written)."""
-        machine().use([Region(*each) for each in memory])
+    def declare(
+        self,
+        memory: Sequence[tuple[str, Tensor, bool, bool]],
+        step: Step | None = None,
+        caches: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> None:
+        """`attach` for launches beside those of `step`: (name, tensor, constant, written); the step's own memory is
+        added where it is not among them."""
+        regions = [Region(*each) for each in memory]
+        known = {region.tensor.data_ptr() for region in regions}
+        if step is not None:
+            regions += [r for r in step_regions(step, list(caches)) if r.tensor.data_ptr() not in known]
+        machine().use(regions)
 
     def enqueue(self, launch: Launch) -> None:
         self._stream.append(launch)

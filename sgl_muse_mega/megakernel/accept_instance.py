@@ -61,8 +61,10 @@ class AcceptInstance:
             "SMS": self.row_cap, "ROW_CAP": self.row_cap, "THREADS": self.threads, "MATH_THREADS": self.threads,
             "VOCAB": self.vocab, "SELECTOR_K": self.selector_k, "LIST_CAP": self.list_cap,
         }  # fmt: skip
-        constants = {"int": integers, "uint32_t": self.shared_offsets, "float": {"SOFTCAP": self.softcap}}
-        return draft_protocol.header(draft_protocol.ACCEPT_COUNTERS, constants)
+        floats = {"SOFTCAP": self.softcap}
+        return draft_protocol.header(
+            draft_protocol.ACCEPT_COUNTERS, {"int": integers, "uint32_t": self.shared_offsets, "float": floats}
+        )
 
     def describe(self) -> str:
         """One line for logs and cache entries."""

@@ -107,7 +107,12 @@ class CudaMachine:
     def attach(self, step: Step, caches: list[tuple[Tensor, Tensor]]) -> None:
         """A GPU needs no declaration of memory."""
 
-    def declare(self, memory: Sequence[tuple[str, Tensor, bool, bool]]) -> None:
+    def declare(
+        self,
+        memory: Sequence[tuple[str, Tensor, bool, bool]],
+        step: Step | None = None,
+        caches: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> None:
         """A GPU needs no declaration of memory."""
 
     def synchronize(self) -> None:

@@ -38,9 +38,14 @@ class Machine(Protocol):
     def attach(self, step: "Step", caches: list[tuple[Tensor, Tensor]]) -> None:
         """Called before the launches of `step`, whose memory (with `caches`) is then all that they may touch."""
 
-    def declare(self, memory: Sequence[tuple[str, Tensor, bool, bool]]) -> None:
-        """The same for launches that are no `Step`: (name, tensor, whether no launch may write it, whether it holds
-        values) of all memory that they may touch."""
+    def declare(
+        self,
+        memory: Sequence[tuple[str, Tensor, bool, bool]],
+        step: "Step | None" = None,
+        caches: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> None:
+        """The same for launches beside those of `step`: (name, tensor, whether no launch may write it, whether it holds
+        values) of the memory that they may touch, and `step` with its caches."""
 
     def load(self, instance: Compiled, progress: Progress = ...) -> Module: ...
 

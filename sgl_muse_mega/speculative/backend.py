@@ -1,10 +1,12 @@
 """What the step loop needs from a pair of models, whatever runs them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
+
+from sgl_muse_mega.speculative.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +63,52 @@ class Backend(Protocol):
 
     def commit(self, rows: int) -> None:
         """Make the first `rows` rows of the last verify part of the sequence and write their draft context."""
+
+
+class StepReport(Protocol):
+    """What one whole step did."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """What the step added to the text, cut behind the token that ends it."""
+
+    @property
+    def accepted(self) -> int:
+        """Drafts the target kept, before cutting."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why the text ended ("stop", "length", "context"), or None."""
+
+
+@runtime_checkable
+class StepBackend(Protocol):
+    """A backend that runs whole steps by itself: draft, verify, accept, commit and the end of the text.
+
+    It has what `Backend` has apart from `draft`, `verify` and `commit`, and follows the same rules to the token.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_context(self) -> int: ...
+
+    @property
+    def has_draft(self) -> bool: ...
+
+    @property
+    def width_limit(self) -> int: ...
+
+    @property
+    def length(self) -> int: ...
+
+    def prefill(self, ids: Sequence[int]) -> Tensor: ...
+
+    def begin(
+        self, anchor: int, params: SamplingParams, *, width: int, max_new_tokens: int, stop_ids: Collection[int]
+    ) -> None:
+        """Decoding starts behind `anchor`, the first of `max_new_tokens` new tokens."""
+
+    def next_step(self) -> StepReport:
+        """Run the next step of min(width, max_context - 1 - length) rows, or wait for it if it was started ahead."""

@@ -8,13 +8,13 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 from torch import Tensor
 
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.speculative.accept import Accepted, accept_greedy, accept_sampled
-from sgl_muse_mega.speculative.backend import Backend
+from sgl_muse_mega.speculative.backend import Backend, StepBackend
 from sgl_muse_mega.speculative.philox import Purpose, uniform
 from sgl_muse_mega.speculative.sampling import SamplingParams, argmax, draw, target_distribution
 
@@ -83,7 +83,7 @@ class Generation:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Backend | StepBackend,
         prompt_ids: Sequence[int],
         params: SamplingParams,
         width: int,
@@ -112,10 +112,30 @@ class Generation:
         logits = self._backend.prefill(self._prompt_ids)
         tokens, reason = self._cut((self._choose(logits, len(self._prompt_ids)),))
         self._record(tokens, reason)
+        if reason is None and isinstance(self._backend, StepBackend):
+            self._backend.begin(
+                tokens[0],
+                self._params,
+                width=self._width,
+                max_new_tokens=self._max_new_tokens,
+                stop_ids=self._stop_ids,
+            )
         self.stats.prefill_seconds = time.perf_counter() - start
         return StepEvent(0, tokens, 0, 0, reason)
 
+    def _whole_step(self, backend: StepBackend) -> StepEvent:
+        """A step that the backend runs by itself; its seconds are the time the host waited."""
+        start, stats = time.perf_counter(), self.stats
+        width = min(self._width, backend.max_context - 1 - backend.length)
+        report = backend.next_step()
+        stats.verify_seconds += time.perf_counter() - start
+        tokens, reason = report.tokens, cast(FinishReason | None, report.reason)
+        self._count_step(tokens, reason)
+        return StepEvent(stats.steps, tokens, width - 1, report.accepted, reason)
+
     def _step(self) -> StepEvent:
+        if isinstance(self._backend, StepBackend):
+            return self._whole_step(self._backend)
         start = time.perf_counter()
         backend, stats = self._backend, self.stats
         # A step of width w adds up to w tokens, the last at position length + w. Only the context makes it narrower and
@@ -152,9 +172,7 @@ class Generation:
         backend.commit(len(tokens))
         draft_seconds += time.perf_counter() - before
 
-        self._record(tokens, reason)
-        stats.steps += 1
-        stats.tokens_per_step[len(tokens)] = stats.tokens_per_step.get(len(tokens), 0) + 1
+        self._count_step(tokens, reason)
         stats.draft_seconds += draft_seconds
         stats.verify_seconds += verify_seconds
         stats.host_seconds += time.perf_counter() - start - draft_seconds - verify_seconds
@@ -179,6 +197,11 @@ class Generation:
                 return run[:count], "context"
         return run, None
 
+    def _count_step(self, tokens: tuple[int, ...], reason: FinishReason | None) -> None:
+        self._record(tokens, reason)
+        self.stats.steps += 1
+        self.stats.tokens_per_step[len(tokens)] = self.stats.tokens_per_step.get(len(tokens), 0) + 1
+
     def _record(self, tokens: tuple[int, ...], reason: FinishReason | None) -> None:
         self.tokens.extend(tokens)
         self.stats.completion_tokens = len(self.tokens)
@@ -186,7 +209,7 @@ class Generation:
 
 
 def generate(
-    backend: Backend,
+    backend: Backend | StepBackend,
     prompt_ids: Sequence[int],
     params: SamplingParams,
     *,
