@@ -25,9 +25,7 @@ struct Row {
     const float* logits;
     float top, per_nat;
 
-    DEVICE uint64_t weight(float z) const {
-        return static_cast<uint64_t>(exponential((z - top) * per_nat) * ONE);
-    }
+    DEVICE uint64_t weight(float z) const { return static_cast<uint64_t>(exponential((z - top) * per_nat) * ONE); }
 };
 
 DEVICE uint64_t shuffle_wide(uint64_t value, int lane) {

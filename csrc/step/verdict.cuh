@@ -114,9 +114,8 @@ DEVICE Verdict judge(const Params& p, int slot) {
     const uint32_t bits = philox::bits(seed, position, philox::ACCEPT);
     if (keeps_draft(p, row, prefix, slot, total, bits, token)) return {ACCEPTED, token};
     const uint64_t left = total - take_cuts(p, row, prefix, slot, total);
-    return {REJECTED, mass::locate(row, mass::fraction(draw, left), [&](int id, float z) {
-                return prefix.weight(row, id, z) - cut_of(id);
-            })};
+    return {REJECTED, mass::locate(row, mass::fraction(draw, left),
+                                   [&](int id, float z) { return prefix.weight(row, id, z) - cut_of(id); })};
 }
 
 }  // namespace verdict
