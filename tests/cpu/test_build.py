@@ -1,0 +1,127 @@
+"""The kernel cache: hits, damage, interruption, many processes, folders that cannot be written, spills."""
+
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sgl_muse_mega.errors import UserError
+from sgl_muse_mega.megakernel.build import Artifact, build
+from sgl_muse_mega.megakernel.instance import Instance
+from sgl_muse_mega.megakernel.random_step import tiny_config
+
+REPORT = """\
+ptxas info    : Compiling entry function '{name}' for 'sm_90a'
+ptxas info    : Function properties for {name}
+    {stack} bytes stack frame, {spill} bytes spill stores, {spill} bytes spill loads
+ptxas info    : Used 96 registers, used 3 barriers
+"""
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An nvcc that counts its runs in `runs` and writes a few bytes; the cache is a fresh folder."""
+    home = tmp_path / "cuda"
+    (home / "bin").mkdir(parents=True)
+    nvcc = home / "bin" / "nvcc"
+    nvcc.write_text(
+        "#!/bin/sh\n"
+        'if [ "$1" = "--version" ]; then cat "$0.version"; exit 0; fi\n'
+        'if [ -f "$0.fails" ]; then echo "error: no such thing" >&2; exit 2; fi\n'
+        'echo run >> "$0.runs"\n'
+        'while [ "$1" != "-o" ]; do shift; done\n'
+        'sleep 0.2; echo cubin > "$2"\n'
+        'cat "$0.report" >&2\n'
+    )
+    nvcc.chmod(nvcc.stat().st_mode | stat.S_IXUSR)
+    Path(f"{nvcc}.version").write_text("Cuda compilation tools, release 13.0\n")
+    Path(f"{nvcc}.report").write_text(REPORT.format(name="layer_kernel", stack=0, spill=0))
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    monkeypatch.setenv("SGL_MUSE_MEGA_CACHE", str(tmp_path / "cache"))
+    return nvcc
+
+
+def instance(row_cap: int = 8) -> Instance:
+    return Instance.for_config(tiny_config(), nvfp4=True, fp8_cache=False, row_cap=row_cap, sms=132)
+
+
+def runs(compiler: Path) -> int:
+    path = Path(f"{compiler}.runs")
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_second_build_comes_from_the_cache(compiler: Path) -> None:
+    first, second = build(instance()), build(instance())
+    assert (first.path, first.resources()) == (second.path, second.resources())
+    assert first.path.read_text() == "cubin\n"
+    assert runs(compiler) == 1
+    assert second.seconds == 0
+
+
+def test_sizes_architecture_and_compiler_make_different_entries(compiler: Path) -> None:
+    paths = {build(instance(8)).path, build(instance(16)).path, build(instance(8), "sm_103a").path}
+    Path(f"{compiler}.version").write_text("Cuda compilation tools, release 13.1\n")
+    paths.add(build(instance(8)).path)
+    assert len(paths) == 4
+
+
+def test_a_truncated_file_is_compiled_again(compiler: Path) -> None:
+    artifact = build(instance())
+    artifact.path.write_text("cub")
+    assert build(instance()).path.read_text() == "cubin\n"
+    assert runs(compiler) == 2
+
+
+def test_a_build_without_its_report_is_no_hit(compiler: Path) -> None:
+    """What a process leaves that was killed between the two files."""
+    artifact = build(instance())
+    artifact.path.with_suffix(".txt").unlink()
+    build(instance())
+    assert runs(compiler) == 2
+
+
+def test_of_many_that_ask_at_once_one_compiles(compiler: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        paths = {a.path for a in pool.map(lambda _: build(instance()), range(8))}
+    assert len(paths) == 1
+    assert runs(compiler) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("SGL_MUSE_MEGA_CACHE", str(blocked / "cache"))
+    with pytest.raises(UserError, match="SGL_MUSE_MEGA_CACHE"):
+        build(instance())
+
+
+def test_compile_errors_are_shown_and_leave_nothing_behind(compiler: Path, tmp_path: Path) -> None:
+    Path(f"{compiler}.fails").write_text("")
+    with pytest.raises(UserError, match="no such thing"):
+        build(instance())
+    assert {p.suffix for p in (tmp_path / "cache").iterdir()} == {".lock"}
+    os.unlink(f"{compiler}.fails")
+    build(instance())
+
+
+def test_without_a_compiler_the_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SGL_MUSE_MEGA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("sgl_muse_mega.toolchain._in_wheel", lambda name: None)
+    with pytest.raises(UserError, match="nvidia-cuda-nvcc"):
+        build(instance())
+
+
+def test_spills_and_stack_are_refused(tmp_path: Path) -> None:
+    clean = Artifact(tmp_path, REPORT.format(name="layer_kernel", stack=0, spill=0), 1.0)
+    clean.check_spills()
+    assert [(r.name, r.registers) for r in clean.resources()] == [("layer_kernel", 96)]
+    for stack, spill in ((0, 4), (8, 0)):
+        artifact = Artifact(tmp_path, REPORT.format(name="layer_kernel", stack=stack, spill=spill), 1.0)
+        with pytest.raises(UserError, match="layer_kernel"):
+            artifact.check_spills()
