@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "decode/field_order.cuh"
+#include "decode/group_tile.cuh"
 #include "decode/marlin_order.cuh"
-#include "decode/tile.cuh"
 #include "instr/bulk.cuh"
 #include "instr/clock.cuh"
 #include "instr/mbarrier.cuh"
@@ -22,14 +22,15 @@ using decode::TILE_SCALES;
 
 enum class Source { ring, shared };
 
-// Field order with the fourth pair by shifts of one word: one operation more, all of half the cost of a wide product.
-struct FieldShift {
+// Control: field order with the fourth pair by one 32 x 32 -> 64-bit product that rotates its bits by 2, -3 and -8.
+struct FieldWide {
     DEVICE static void place(uint32_t word, uint32_t (&a)[4]) {
         using decode::PLACED;
+        const uint64_t gathered = (word & 0x6c006c00u) * static_cast<uint64_t>((1u << 2) + (1u << 29) + (1u << 24));
         a[0] = word & PLACED;
         a[2] = (word << 3) & PLACED;
         a[1] = (word << 6) & PLACED;
-        a[3] = (((word >> 10) & 0x001b001bu) * ((1u << 12) + (1u << 7) + (1u << 2))) & PLACED;
+        a[3] = (static_cast<uint32_t>(gathered) | static_cast<uint32_t>(gathered >> 32)) & PLACED;
     }
 };
 // How a variant turns a lane's share into fragments, and who multiplies.
@@ -88,13 +89,19 @@ struct Shape {
     static constexpr int TILES = TILES_, PARTS = PARTS_, STEPS = STEPS_, STAGES = STAGES_;
     static constexpr int WARPS = TILES * PARTS, WARP_STEPS = STEPS / PARTS;
     static constexpr int CODES = STEPS * TILES * TILE_BYTES, STAGE = STEPS * TILES * (TILE_BYTES + TILE_SCALES);
-    static_assert(TOKEN_STEPS % WARP_STEPS == 0 && WARP_STEPS % 2 == 0 && 2 * STEPS <= WARP);
+    static_assert(TOKEN_STEPS % WARP_STEPS == 0 && WARP_STEPS % 2 == 0 );
 };
 
 // A whole warp waits. The vote makes the loop's exit uniform, without which the compiler moves every descriptor of a
 // warpgroup product through vector registers again.
 DEVICE void wait_bounded(uint32_t barrier, uint32_t parity) {
     for (int tries = 0; !all_lanes(mbarrier_try_wait(barrier, parity)); ++tries) {
+        if (tries > SPIN_LIMIT) trap();
+    }
+}
+
+DEVICE void wait_thread(uint32_t barrier, uint32_t parity) {
+    for (int tries = 0; !mbarrier_try_wait(barrier, parity); ++tries) {
         if (tries > SPIN_LIMIT) trap();
     }
 }
@@ -124,27 +131,32 @@ DEVICE int tasks_of(const Params& p) {
     return p.experts * (p.n_tiles / S::TILES);
 }
 
-// A stage: STEPS rows of TILES neighbouring tiles; lane i copies codes of row i, lane STEPS + i its scales.
+// A stage: STEPS rows of TILES neighbouring tiles, codes and scales, each row one copy. One thread issues them all: copies
+// from different lanes are serialised with a handful of moves to uniform registers each, which beside busy math warps
+// made this loop the limit (docs/nvfp4-decode.md).
 template <class S, int NT>
 DEVICE void produce(const Params& p, int stages) {
+    if (!elect_one()) return;
     const uint64_t policy = eviction_policy(p.stored < p.experts ? Keep::last_out : Keep::first_out);
-    const int lane = lane_index(), row = lane % S::STEPS, blocks = p.n_tiles / S::TILES;
+    const int blocks = p.n_tiles / S::TILES;
     Ring<S, NT> ring;
     int issued = 0;
     for (int task = cta_index(); task < tasks_of<S>(p); task += gridDim.x) {
-        const int64_t first = static_cast<int64_t>(task / blocks % p.stored) * p.k_steps;
+        const int64_t first = static_cast<int64_t>(task / blocks % p.stored) * p.k_steps * p.n_tiles +
+                              task % blocks * S::TILES;
+        const char *words = p.words + first * TILE_BYTES, *scales = p.scales + first * TILE_SCALES;
         for (int step = 0; step < p.k_steps; step += S::STEPS, ++issued) {
             if (issued == stages) return;
-            wait_bounded(ring.empty(), ring.parity ^ 1u);
-            if (lane == 0) mbarrier_arrive_expect(ring.full(), S::STAGE);
-            warp_sync();
-            const int64_t tile = (first + step + row) * p.n_tiles + task % blocks * S::TILES;
-            if (lane < S::STEPS) {
-                bulk_load(ring.stage() + row * (S::TILES * TILE_BYTES), p.words + tile * TILE_BYTES,
-                          S::TILES * TILE_BYTES, ring.full(), policy);
-            } else if (lane < 2 * S::STEPS) {
-                bulk_load(ring.stage() + S::CODES + row * (S::TILES * TILE_SCALES), p.scales + tile * TILE_SCALES,
-                          S::TILES * TILE_SCALES, ring.full(), policy);
+            wait_thread(ring.empty(), ring.parity ^ 1u);
+            mbarrier_arrive_expect(ring.full(), S::STAGE);
+#pragma unroll
+            for (int row = 0; row < S::STEPS; ++row) {
+                bulk_load(ring.stage() + row * (S::TILES * TILE_BYTES), words, S::TILES * TILE_BYTES, ring.full(),
+                          policy);
+                bulk_load(ring.stage() + S::CODES + row * (S::TILES * TILE_SCALES), scales, S::TILES * TILE_SCALES,
+                          ring.full(), policy);
+                words += p.n_tiles * TILE_BYTES;
+                scales += p.n_tiles * TILE_SCALES;
             }
             ring.next();
         }
@@ -303,36 +315,31 @@ template <int NT>
 struct Family {
     static constexpr Variant list[] = {
         variant<NoDecode, Eight, NT, false>("none", "8x1"),
-        variant<NoDecode, Sixteen, NT, false>("none", "16x1"),
         variant<NoDecode, EightDeep, NT, false>("none", "4x2"),
-        variant<Lean<FieldShift, false>, Eight, NT>("field shift", "8x1"),
-        variant<Lean<FieldShift, true>, Eight, NT>("field shift", "8x1"),
+        variant<NoDecode, Twelve, NT, false>("none", "12x1"),
+        variant<NoDecode, Sixteen, NT, false>("none", "16x1"),
         variant<ShiftAndMask, Eight, NT>("shift", "8x1"),
-        variant<ShiftAndMask, Sixteen, NT>("shift", "16x1"),
+        variant<ShiftAndMask, Twelve, NT>("shift", "12x1"),
         variant<Lean<decode::MarlinOrder, false>, Eight, NT>("marlin", "8x1"),
         variant<Lean<decode::MarlinOrder, false>, EightDeep, NT>("marlin", "4x2"),
         variant<Lean<decode::MarlinOrder, false>, Twelve, NT>("marlin", "12x1"),
         variant<Lean<decode::MarlinOrder, false>, Sixteen, NT>("marlin", "16x1"),
         variant<Lean<decode::MarlinOrder, false>, SixteenDeep, NT>("marlin", "8x2"),
-        variant<Lean<decode::MarlinOrder, true>, Eight, NT>("marlin", "8x1"),
-        variant<Lean<decode::MarlinOrder, true>, EightDeep, NT>("marlin", "4x2"),
-        variant<Lean<decode::MarlinOrder, true>, Twelve, NT>("marlin", "12x1"),
-        variant<Lean<decode::MarlinOrder, true>, Sixteen, NT>("marlin", "16x1"),
-        variant<Lean<decode::MarlinOrder, true>, SixteenDeep, NT>("marlin", "8x2"),
         variant<Lean<decode::MarlinOrder, false>, Eight, NT, false>("marlin", "8x1"),
-        variant<Lean<decode::MarlinOrder, true>, Eight, NT, false>("marlin", "8x1"),
+        variant<Lean<decode::MarlinOrder, true>, Eight, NT>("marlin", "8x1"),
+        variant<Lean<decode::MarlinOrder, true>, Twelve, NT>("marlin", "12x1"),
+        variant<Lean<decode::MarlinOrder, true>, SixteenDeep, NT>("marlin", "8x2"),
         variant<Lean<decode::FieldOrder, false>, Eight, NT>("field", "8x1"),
         variant<Lean<decode::FieldOrder, false>, EightDeep, NT>("field", "4x2"),
         variant<Lean<decode::FieldOrder, false>, Twelve, NT>("field", "12x1"),
         variant<Lean<decode::FieldOrder, false>, Sixteen, NT>("field", "16x1"),
         variant<Lean<decode::FieldOrder, false>, SixteenDeep, NT>("field", "8x2"),
-        variant<Lean<decode::FieldOrder, true>, Eight, NT>("field", "8x1"),
-        variant<Lean<decode::FieldOrder, true>, EightDeep, NT>("field", "4x2"),
-        variant<Lean<decode::FieldOrder, true>, Twelve, NT>("field", "12x1"),
-        variant<Lean<decode::FieldOrder, true>, Sixteen, NT>("field", "16x1"),
-        variant<Lean<decode::FieldOrder, true>, SixteenDeep, NT>("field", "8x2"),
         variant<Lean<decode::FieldOrder, false>, Eight, NT, false>("field", "8x1"),
-        variant<Lean<decode::FieldOrder, true>, Eight, NT, false>("field", "8x1"),
+        variant<Lean<decode::FieldOrder, true>, Eight, NT>("field", "8x1"),
+        variant<Lean<decode::FieldOrder, true>, Twelve, NT>("field", "12x1"),
+        variant<Lean<decode::FieldOrder, true>, SixteenDeep, NT>("field", "8x2"),
+        variant<Lean<FieldWide, false>, Eight, NT>("field wide", "8x1"),
+        variant<Lean<FieldWide, true>, Eight, NT>("field wide", "8x1"),
     };
     static constexpr int COUNT = sizeof(list) / sizeof(list[0]);
 };

@@ -11,15 +11,14 @@
 namespace decode {
 
 struct FieldOrder {
-    // Pair 3 by one 32 x 32 -> 64-bit product: the factor's powers rotate the left-over bits by 2 (sign), -3
-    // (exponent) and -8 (mantissa) at once; no two copies of a bit meet, so nothing carries. 8 operations, 5 logic.
+    // Pair 3: shifted to bits {4, 3, 1, 0}, then one product copies them 12 (sign), 7 (exponent) and 2 (mantissa) bits
+    // up; no two copies of a bit meet, so nothing carries. 9 operations: 6 on the logic pipe, 3 on the FMA pipe. A 64-bit
+    // product saves one of them but keeps the FMA pipe, which the scales also need, busy for twice as long.
     DEVICE static void place(uint32_t word, uint32_t (&a)[4]) {
-        constexpr uint64_t ROTATIONS = (1u << 2) + (1u << 29) + (1u << 24);
-        const uint64_t gathered = (word & 0x6c006c00u) * ROTATIONS;
         a[0] = word & PLACED;
         a[2] = (word << 3) & PLACED;
         a[1] = (word << 6) & PLACED;
-        a[3] = (static_cast<uint32_t>(gathered) | static_cast<uint32_t>(gathered >> 32)) & PLACED;
+        a[3] = (((word >> 10) & 0x001b001bu) * ((1u << 12) + (1u << 7) + (1u << 2))) & PLACED;
     }
 };
 

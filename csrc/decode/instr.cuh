@@ -1,28 +1,8 @@
-// The one instruction the decode needs beside those of csrc/instr.
+// Instructions the decode needs beside those of csrc/instr: products by a warpgroup.
 #pragma once
 #include "../instr/core.cuh"
 
-// Both halves of `pair` times the low (or the high) half of `scales`: HMUL2 picks the half itself, where a broadcast
-// register would cost a PRMT.
-DEVICE uint32_t multiply_bf16x2_by_low(uint32_t pair, uint32_t scales) {
-    uint32_t out;
-    asm("{\n.reg .b16 low, high;\n.reg .b32 both;\nmov.b32 {low, high}, %2;\nmov.b32 both, {low, low};\n"
-        "mul.rn.bf16x2 %0, %1, both;\n}"
-        : "=r"(out)
-        : "r"(pair), "r"(scales));
-    return out;
-}
-DEVICE uint32_t multiply_bf16x2_by_high(uint32_t pair, uint32_t scales) {
-    uint32_t out;
-    asm("{\n.reg .b16 low, high;\n.reg .b32 both;\nmov.b32 {low, high}, %2;\nmov.b32 both, {high, high};\n"
-        "mul.rn.bf16x2 %0, %1, both;\n}"
-        : "=r"(out)
-        : "r"(pair), "r"(scales));
-    return out;
-}
-
-// ---- Warpgroup products: four neighbouring warps, the first a multiple of 4; asynchronous ----
-// A warp gives 16 of the 64 rows from registers, in the fragment layout of mma_bf16; the columns lie in shared memory
+// Asynchronous products by four neighbouring warps, the first a multiple of 4 (a warpgroup). A warp gives 16 of the 64 rows from registers, in the fragment layout of mma_bf16; the columns lie in shared memory
 // as core matrices of 8 columns x 8 inputs (128 contiguous bytes, 16 a column). Sums stay in registers, 4 for each 8
 // columns.
 

@@ -1,7 +1,7 @@
 // Word order A: Marlin's own. Nibbles p and p + 4 of a word are a pair of inputs (low and high half): p = 0, 1 of
 // output row g (inputs 2t and 2t + 8), p = 2, 3 of row g + 8.
 #pragma once
-#include "instr.cuh"
+#include "../instr/core.cuh"
 
 namespace decode {
 
@@ -9,9 +9,9 @@ namespace decode {
 // e2m1 * 2^-126, zero and the subnormal 0.5 included.
 constexpr uint32_t SIGN = 0x80008000u, MAGNITUDE = 0x01c001c0u, PLACED = SIGN | MAGNITUDE;
 
-// Left to the compiler as one shift and one mask per field this is 15 operations a word, of which 9 or more on the
-// logic pipe. A product with two powers of two shifts a whole nibble twice at once and runs on the FMA pipe: the copy 6
-// bits further up brings the sign to bit 15, and one mask keeps the four bits wanted. 12 operations, 9 of them logic.
+// With one shift and one mask per field this is 15 operations a word. A product with two powers of two shifts a whole
+// nibble twice at once and runs on the FMA pipe: the copy 6 bits further up brings the sign to bit 15, and one mask keeps
+// the four bits wanted. 12 operations, of which 9 on the logic pipe and 3 on the FMA pipe.
 struct MarlinOrder {
     // a[0], a[2]: row g; a[1], a[3]: row g + 8; values times 2^-126.
     DEVICE static void place(uint32_t word, uint32_t (&a)[4]) {

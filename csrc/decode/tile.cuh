@@ -2,7 +2,6 @@
 #pragma once
 #include "../instr/convert.cuh"
 #include "../instr/mma.cuh"
-#include "instr.cuh"
 
 namespace decode {
 
@@ -65,18 +64,6 @@ DEVICE void multiply_tile(float (&acc)[4][NT][4], const uint32_t (&a)[4][4], con
             mma_bf16(acc[i][n], a[i][0], a[i][1], a[i][2], a[i][3], tokens[n].x, tokens[n].y);
         }
     }
-}
-
-// The same by a warpgroup whose four warps hold tiles of the same 16 inputs; `tokens` describes those inputs. Runs on
-// while the warps decode their next tiles; at most one tile's products are in flight when it returns, so `a` may be
-// written again after the next call. Before acc is read: warpgroup_wait<0>().
-template <int NT>
-DEVICE void multiply_tile_by_group(float (&acc)[4][NT][4], const uint32_t (&a)[4][4], uint64_t tokens) {
-    warpgroup_fence();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) warpgroup_mma(acc[i], a[i], tokens);
-    warpgroup_commit();
-    warpgroup_wait<1>();
 }
 
 }  // namespace decode
