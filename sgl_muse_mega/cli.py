@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 BAD_INPUT = 2
 
 app = typer.Typer(
-    help="Muse Spark Open with its DFlash2 draft: generate, evaluate, and look at this machine.",
+    help="Muse Spark Open with its DFlash2 draft: generate, evaluate, build kernels, and look at this machine.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -26,7 +26,9 @@ app = typer.Typer(
 Model = Annotated[Path | None, typer.Option("--model", help="Target folder.", show_default="bundled tiny target")]
 Draft = Annotated[Path | None, typer.Option("--draft", help="Draft folder.", show_default="bundled tiny draft")]
 NoDraft = Annotated[bool, typer.Option("--no-draft", help="Decode one token a step, through the same verify.")]
-Backend = Annotated[str, typer.Option("--backend", help="What runs the models: auto or reference.")]
+Backend = Annotated[
+    str, typer.Option("--backend", help="What runs the models: auto (reference), reference, cuda or emulator.")
+]
 KVCacheDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="Target's KV cache: bf16 or fp8.")]
 Width = Annotated[
     int | None,
@@ -107,6 +109,20 @@ def evaluate(
         save=save,
     )
     raise typer.Exit(code)
+
+
+@app.command()
+def build(
+    model: Model = None,
+    target: Annotated[str, typer.Option("--arch", help="GPU architecture: sm_90a or sm_103a.")] = "sm_90a",
+    sms: Annotated[int, typer.Option("--sms", help="SMs of the GPU; the kernels run one CTA on each.")] = 132,
+    ranks: Annotated[int, typer.Option("--ranks", help="Ranks that share the experts.")] = 1,
+    kv_cache_dtype: Annotated[str, typer.Option("--kv-cache-dtype", help="bf16, fp8 or both.")] = "both",
+) -> None:
+    """Compile the target's kernels ahead of time; print registers, shared memory and spills of each."""
+    from sgl_muse_mega.commands import build as command
+
+    raise typer.Exit(command.run(model, target=target, sms=sms, ranks=ranks, kv_cache_dtype=kv_cache_dtype))
 
 
 @app.command()

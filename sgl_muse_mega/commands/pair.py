@@ -1,8 +1,10 @@
 """Opens a target and its draft for the commands that run them."""
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,8 +15,13 @@ from sgl_muse_mega.commands.text import Text
 from sgl_muse_mega.config import DraftConfig, TargetConfig, check_pair, load_draft_config, load_target_config
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.reference.backend import KV_DTYPES, MAX_ROWS, ReferenceBackend
+from sgl_muse_mega.speculative.backend import Backend
+
+if TYPE_CHECKING:
+    from sgl_muse_mega.megakernel.machine import Machine
 
 DEFAULT_WIDTH = 8
+BACKENDS = ("auto", "reference", "cuda", "emulator")
 
 ONE_THREAD_HIDDEN_SIZE = 1024
 """Up to this size threads mostly wait for each other: a step of the tiny pair's shape takes 35 to 48 ms on one thread,
@@ -38,8 +45,9 @@ class Pair:
 
     def __init__(self, options: PairOptions) -> None:
         """Read and check configurations and tokenizer. Raises UserError for anything that cannot be run."""
-        if options.backend not in ("auto", "reference"):
-            raise UserError(f"There is no backend {options.backend!r} yet; use 'reference' or leave it out.")
+        if options.backend not in BACKENDS:
+            raise UserError(f"There is no backend {options.backend!r}; use {', '.join(BACKENDS)}.")
+        self.backend_name = options.backend
         if options.kv_cache_dtype not in KV_DTYPES:
             raise UserError(f"There is no KV cache type {options.kv_cache_dtype!r}; use {' or '.join(KV_DTYPES)}.")
         if options.draft and options.no_draft:
@@ -71,20 +79,35 @@ class Pair:
         if len(ids) >= limit:
             raise UserError(f"{name} has {len(ids)} tokens, but the context holds {limit} with the answer; shorten it.")
 
-    def backend(self, prompt_tokens: int, max_new_tokens: int) -> ReferenceBackend:
+    def backend(self, prompt_tokens: int, max_new_tokens: int) -> Backend:
         """Read the weights and make room for prompts of `prompt_tokens` and outputs of `max_new_tokens`."""
         if self.config.hidden_size <= ONE_THREAD_HIDDEN_SIZE and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)
         draft_weights = None
         if self.draft_directory is not None and self.draft_config is not None:
             draft_weights = load_draft(self.draft_directory, self.draft_config)
+        weights = load_target(self.directory, self.config)
+        # one width more than is needed, so that the last steps are as wide as all others
+        max_context = prompt_tokens + max_new_tokens + self.width
+        if self.backend_name in ("cuda", "emulator"):
+            from sgl_muse_mega.megakernel.backend import KernelBackend
+
+            return KernelBackend(
+                self.config,
+                weights,
+                self.draft_config,
+                draft_weights,
+                machine=_machine(self.backend_name),
+                max_context=max_context,
+                kv_dtype=self.kv_cache_dtype,
+                progress=lambda message: print(message, file=sys.stderr, flush=True),
+            )
         return ReferenceBackend(
             self.config,
-            load_target(self.directory, self.config),
+            weights,
             self.draft_config,
             draft_weights,
-            # one width more than is needed, so that the last steps are as wide as all others
-            max_context=prompt_tokens + max_new_tokens + self.width,
+            max_context=max_context,
             kv_dtype=self.kv_cache_dtype,
         )
 
@@ -95,3 +118,14 @@ class Pair:
         if options.model is not None:
             raise UserError(f"No draft is given for {options.model}; add --draft DIR, or --no-draft.")
         return tiny.draft_directory()
+
+
+def _machine(name: str) -> "Machine":
+    """The GPU, or the emulator; neither is imported unless it is asked for."""
+    if name == "emulator":
+        from sgl_muse_mega.emulator.stepper import Emulator
+
+        return Emulator()
+    from sgl_muse_mega.megakernel.cuda import CudaMachine
+
+    return CudaMachine()
