@@ -111,6 +111,30 @@ def evaluate(
     raise typer.Exit(code)
 
 
+bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.command(name="step")
+def bench_step(
+    layers: Annotated[int, typer.Option("--layers", help="Layers of the target.")] = 14,
+    rank_of: Annotated[int, typer.Option("--rank-of", help="Ranks that share heads and experts.")] = 4,
+    width: Annotated[int, typer.Option("--width", help="Verify width.")] = 8,
+    context: Annotated[int, typer.Option("--context", help="Committed positions at the start.")] = 2048,
+    accept_length: Annotated[float, typer.Option("--accept-length", help="Tokens per step, for tokens/s.")] = 4.0,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    repeats: Annotated[int, typer.Option("--repeats", help="Timed replays of every part.")] = 50,
+    seed: Annotated[int, typer.Option("--seed", help="Of the random weights.")] = 1,
+    save: Annotated[bool, typer.Option("--save", help="Write the results and the named figures.")] = False,
+) -> None:
+    """Time a whole decode step and its parts on random weights of Muse Spark's sizes."""
+    from sgl_muse_mega.commands import bench_step as command
+
+    options = command.Options(layers, rank_of, width, context, accept_length, temperature, top_p, repeats, seed, save)
+    raise typer.Exit(command.run(options))
+
+
 @app.command()
 def build(
     model: Model = None,

@@ -56,7 +56,7 @@ class DraftStep:
         self.activations = DraftActivations.allocate(self.instance, device)
         self.rope = rope_table(config.rope_theta, positions, config.head_dim, device)
         self.pages = torch.zeros(positions, dtype=torch.int32, device=device)
-        self._caches: list[tuple[Tensor, Tensor]] = []
+        self.caches: list[tuple[Tensor, Tensor]] = []
 
     def use_caches(self, caches: list[tuple[Tensor, Tensor]]) -> None:
         """Binds (keys, values) per layer, bf16 [slots, kv_heads, head_dim]; `pages` says where each position lies.
@@ -73,7 +73,7 @@ class DraftStep:
             for name, tensor in zip(("key_cache", "value_cache"), pair, strict=True)
         ]
         check(pairs, self.machine.device, "the draft's cache")
-        self._caches = caches
+        self.caches = caches
 
     def launch(self, rows: int) -> None:
         """Enqueues the proposal of rows - 1 tokens."""
@@ -94,7 +94,7 @@ class DraftStep:
             self.weights.embedding.data_ptr(),
             self.weights.mask_embedding.data_ptr(),
         )
-        params.key_cache, params.value_cache = (cache.data_ptr() for cache in self._caches[index])
+        params.key_cache, params.value_cache = (cache.data_ptr() for cache in self.caches[index])
         params.is_first = int(index == 0)
         self.module.launch("draft_layer_kernel", params)
 
@@ -116,7 +116,7 @@ class DraftStep:
             params.context_kv[index] = layer.qkv[c.num_attention_heads * c.head_dim :].data_ptr()
             params.context_key_norm[index] = layer.key_norm.data_ptr()
             params.context_key_cache[index], params.context_value_cache[index] = (
-                cache.data_ptr() for cache in self._caches[index]
+                cache.data_ptr() for cache in self.caches[index]
             )
         self.module.launch("draft_context_kernel", params)
 
@@ -127,7 +127,7 @@ class DraftStep:
         ]
         for kernel, control in self.control.items():
             found += [(f"{kernel}.{f.name}", getattr(control, f.name), False, True) for f in fields(control)]
-        for index, pair in enumerate(self._caches):
+        for index, pair in enumerate(self.caches):
             found += [
                 (f"draft.{index}.{name}", tensor, False, True)
                 for name, tensor in zip(("keys", "values"), pair, strict=True)

@@ -12,7 +12,7 @@ from sgl_muse_mega.commands.text import Text
 from sgl_muse_mega.config import load_draft_config, load_target_config
 from sgl_muse_mega.emulator.stepper import Emulator
 from sgl_muse_mega.errors import UserError
-from sgl_muse_mega.megakernel.decode_backend import DecodeBackend
+from sgl_muse_mega.megakernel.decode_backend import decode_backend
 from sgl_muse_mega.reference.backend import ReferenceBackend
 from sgl_muse_mega.speculative.generate import Generation, generate
 from sgl_muse_mega.speculative.sampling import SamplingParams
@@ -32,7 +32,7 @@ class Pair:
         draft_weights = load_draft(tiny.draft_directory(), draft_config)
         self.ids = Text(tiny.target_directory()).encode(PROMPT, raw=True)
         self.reference = ReferenceBackend(config, weights, draft_config, draft_weights, max_context=CONTEXT)
-        self.kernels = DecodeBackend(
+        self.kernels = decode_backend(
             config, weights, draft_config, draft_weights, machine=Emulator(sms=3), width=8, max_context=CONTEXT
         )
 
