@@ -1,32 +1,33 @@
 """The model that the race hunt runs: two layers of each kind of attention, small enough for hundreds of schedules."""
 
+from dataclasses import fields
 from pathlib import Path
 
 from torch import Tensor
 
-from sgl_muse_mega.emulator.machine import PLAIN, Schedule
+from sgl_muse_mega.emulator.machine import PLAIN, EmulatorFault, Schedule
 from sgl_muse_mega.emulator.stepper import Emulator
 from sgl_muse_mega.megakernel import protocol
 from sgl_muse_mega.megakernel.random_step import RandomStep, random_weights, tiny_config
 from sgl_muse_mega.megakernel.scratch import Control
 
-SMS = 3
-
 
 class RaceCase:
-    """A step on three SMs; run it under any schedule."""
+    """A step on a few SMs; run it under any schedule."""
 
-    def __init__(self, sources: Path | None = None, *, nvfp4: bool = True, kv_dtype: str = "bf16") -> None:
+    def __init__(
+        self, sources: Path | None = None, *, nvfp4: bool = True, kv_dtype: str = "bf16", sms: int = 3
+    ) -> None:
         config = tiny_config(
             2, nvfp4=nvfp4, vocab_size=128, hidden_size=128, moe_hidden_size=64, moe_intermediate_size=64,
             num_local_experts=8, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, sliding_window=32,
         )  # fmt: skip
-        self.emulator = Emulator(sms=SMS, sources=sources)
+        self.emulator = Emulator(sms=sms, sources=sources)
         weights = random_weights(config, 1, self.emulator.device)
         self.case = RandomStep.create(config, weights, self.emulator, row_cap=8, max_context=160, kv_dtype=kv_dtype)
 
     def run(self, schedule: Schedule = PLAIN, rows: int = 3, length: int = 100, content: int = 1) -> Tensor:
-        """Logits [rows, V] of one step over poisoned buffers. Raises EmulatorFault."""
+        """Logits [rows, V] of one step over poisoned buffers. Raises EmulatorFault, and starts anew after it."""
         step = self.case.step
         self.case.fill(length, content)
         step.activations.poison()
@@ -34,8 +35,19 @@ class RaceCase:
         self.emulator.attach(step, self.case.caches)
         self.emulator.schedule = schedule
         step.launch(rows)
-        self.emulator.synchronize()
+        try:
+            self.emulator.synchronize()
+        except EmulatorFault:
+            self.reset()
+            raise
         return step.activations.logits[:rows].clone()
+
+    def reset(self) -> None:
+        """Counters, epochs and flags as before the first step."""
+        (variant,) = self.case.step.variants.values()
+        for control in variant.control.values():
+            for field in fields(control):
+                getattr(control, field.name).zero_()
 
     def _control(self) -> Control:
         (variant,) = self.case.step.variants.values()
