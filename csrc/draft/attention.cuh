@@ -82,6 +82,7 @@ DEVICE void run_unit(const Params& p, const Range& range, int split, int kv_head
         clear(score);
 #pragma unroll
         for (int block = 0; block < 2; ++block) {
+            warp_sync();  // keeps the second block's loads from being hoisted above the first's: registers are short
 #pragma unroll
             for (int slice = 0; slice < SLICES; ++slice) {
                 const uint4 k = source[block].load(p.key_cache, p.block_keys, slice);

@@ -56,23 +56,26 @@ DEVICE void run_input_side(const Params& p, const uint16_t* x, const float* part
 template <class G>
 DEVICE void residual_row(const Params& p, int row, const float* output, const float* partial, const uint16_t* base,
                          const uint16_t* norm, uint16_t* normed) {
-    using Columns = RowColumns<cfg::HIDDEN>;
-    float4 h[Columns::GROUPS] = {};
+    uint16_t* residual = p.residual + row * cfg::HIDDEN;
     float squares = 0.f;
-    for_columns<cfg::HIDDEN>([&](int i, int column) {
+    // Two column groups at a time; the new residual is read back, as registers do not hold a row beside the parts.
+#pragma unroll 2
+    for (int column = thread_index() * 4; column < cfg::HIDDEN; column += cfg::MATH_THREADS * 4) {
         const float4 y = round_bf16(sum_parts<G>(output, row, column));
         const float4 previous =
             row > 0 ? round_bf16(sum_parts<G>(output, row - 1, column)) : float4{0.f, 0.f, 0.f, 0.f};
         const float4 branch = convolve(partial, base, row, OUTPUT, column, y, previous);
-        const float4 s = load_bf16x4(p.residual + row * cfg::HIDDEN + column);
-        h[i] = round_bf16(float4{s.x + branch.x, s.y + branch.y, s.z + branch.z, s.w + branch.w});
-        store_bf16x4(p.residual + row * cfg::HIDDEN + column, h[i]);
-        squares += square_sum(h[i]);
-    });
+        const float4 s = load_bf16x4(residual + column);
+        const float4 h = round_bf16(float4{s.x + branch.x, s.y + branch.y, s.z + branch.z, s.w + branch.w});
+        store_bf16x4(residual + column, h);
+        squares += square_sum(h);
+    }
     const float scale = reciprocal_root(row_sum(squares, 0) / cfg::HIDDEN + cfg::RMS_EPS);
-    for_columns<cfg::HIDDEN>([&](int i, int column) {
-        store_bf16x4(normed + row * cfg::HIDDEN + column, times(times(h[i], scale), load_bf16x4(norm + column)));
-    });
+#pragma unroll 4
+    for (int column = thread_index() * 4; column < cfg::HIDDEN; column += cfg::MATH_THREADS * 4) {
+        store_bf16x4(normed + row * cfg::HIDDEN + column,
+                     times(times(load_bf16x4(residual + column), scale), load_bf16x4(norm + column)));
+    }
 }
 
 // h0 and B1 of the first layer. Row 0 is the anchor, the others are the mask token.

@@ -25,7 +25,7 @@ from sgl_muse_mega.checkpoint import tiny
 from sgl_muse_mega.commands.generate import INTERRUPTED, stats_object
 from sgl_muse_mega.commands.pair import DEFAULT_WIDTH, Pair, PairOptions
 from sgl_muse_mega.commands.problems import Problem, final_number, read_problems
-from sgl_muse_mega.speculative.backend import Backend
+from sgl_muse_mega.speculative.backend import Backend, StepBackend
 from sgl_muse_mega.speculative.generate import Stats, generate
 from sgl_muse_mega.speculative.philox import SEED_LIMIT
 from sgl_muse_mega.speculative.sampling import SamplingParams
@@ -145,7 +145,12 @@ def print_summary(console: Console, summary: dict[str, Any], asked: int) -> None
 
 
 def _answer(
-    pair: Pair, backend: Backend, problem: Problem, ids: list[int], params: SamplingParams, max_new_tokens: int
+    pair: Pair,
+    backend: Backend | StepBackend,
+    problem: Problem,
+    ids: list[int],
+    params: SamplingParams,
+    max_new_tokens: int,
 ) -> tuple[dict[str, Any], Stats]:
     generation = generate(
         backend,

@@ -15,7 +15,7 @@ from sgl_muse_mega.commands.text import Text
 from sgl_muse_mega.config import DraftConfig, TargetConfig, check_pair, load_draft_config, load_target_config
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.reference.backend import KV_DTYPES, MAX_ROWS, ReferenceBackend
-from sgl_muse_mega.speculative.backend import Backend
+from sgl_muse_mega.speculative.backend import Backend, StepBackend
 
 if TYPE_CHECKING:
     from sgl_muse_mega.megakernel.machine import Machine
@@ -79,7 +79,7 @@ class Pair:
         if len(ids) >= limit:
             raise UserError(f"{name} has {len(ids)} tokens, but the context holds {limit} with the answer; shorten it.")
 
-    def backend(self, prompt_tokens: int, max_new_tokens: int) -> Backend:
+    def backend(self, prompt_tokens: int, max_new_tokens: int) -> Backend | StepBackend:
         """Read the weights and make room for prompts of `prompt_tokens` and outputs of `max_new_tokens`."""
         if self.config.hidden_size <= ONE_THREAD_HIDDEN_SIZE and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)
@@ -90,14 +90,15 @@ class Pair:
         # one width more than is needed, so that the last steps are as wide as all others
         max_context = prompt_tokens + max_new_tokens + self.width
         if self.backend_name in ("cuda", "emulator"):
-            from sgl_muse_mega.megakernel.backend import KernelBackend
+            from sgl_muse_mega.megakernel.decode_backend import decode_backend
 
-            return KernelBackend(
+            return decode_backend(
                 self.config,
                 weights,
                 self.draft_config,
                 draft_weights,
                 machine=_machine(self.backend_name),
+                width=self.width,
                 max_context=max_context,
                 kv_dtype=self.kv_cache_dtype,
                 progress=lambda message: print(message, file=sys.stderr, flush=True),
