@@ -56,7 +56,7 @@ def load_target_config(directory: Path) -> TargetConfig:
     stops = _token_list(text.pop("eos_token_id", None))
     if (directory / "generation_config.json").is_file():
         stops += _token_list(_read_json(directory / "generation_config.json").get("eos_token_id"))
-    text["eos_token_ids"] = list(dict.fromkeys(stops))
+    text["eos_token_ids"] = [token for index, token in enumerate(stops) if token not in stops[:index]]
     return _validated(TargetConfig, text, directory / "config.json", {"eos_token_ids": "eos_token_id"})
 
 
@@ -109,9 +109,11 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; expected a model folder with this file.") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
         raise UserError(f"{path} cannot be read: {error}.") from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # more than JSONDecodeError: numbers and nesting have limits
         raise UserError(f"{path} is not JSON: {error}.") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} holds {_shown(content)}, expected a JSON object.")
@@ -174,6 +176,8 @@ def _sentence(detail: Any, renamed: dict[str, str]) -> str:
         return f"{name} is {_shown(detail['input'])}, but this field is unknown and may change the model"
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
+    if detail["type"] == "too_short":
+        return f"{name} is {_shown(detail['input'])}, expected {detail['ctx']['min_length']} or more entries"
     expected = detail["msg"].removeprefix("Input should be ")
     return f"{name} is {_shown(detail['input'])}, expected {expected}"
 

@@ -85,11 +85,12 @@ class TargetConfig(Validated):
         if not isinstance(layers, int):
             return data
         full = [(layers - 1 - i) % 4 == 0 for i in range(layers)]
-        rope = data.get("rope_parameters") or {}
-        theta = float(rope.get("rope_theta", 500000.0)) if isinstance(rope, Mapping) else 500000.0
+        rope = data.get("rope_parameters")
+        theta = rope.get("rope_theta") if isinstance(rope, Mapping) else None
+        base = theta if isinstance(theta, int | float) else 500000.0  # anything else is refused as a field
         derived = {
             "layer_types": tuple("full_attention" if f else "sliding_attention" for f in full),
-            "layer_rope_theta": tuple(0.0 if f else theta for f in full),
+            "layer_rope_theta": tuple(0.0 if f else base for f in full),
             "mlp_layer_types": ("sparse",) * layers,
         }
         return {**derived, **{k: v for k, v in data.items() if v is not None or k not in derived}}
