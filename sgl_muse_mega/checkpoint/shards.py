@@ -227,13 +227,13 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a valid index: {error}.") from None
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UserError(f"{path} is not a valid index: it has no weight_map from tensor names to file names.")
     for name, file in weight_map.items():
-        if Path(file).name != file:
+        if not file or Path(file).name != file:
             raise UserError(f"{path} places {name} in {file!r}, which is not a file name in the same folder.")
     absent = [file for file in sorted(set(weight_map.values())) if not (directory / file).is_file()]
     if absent:

@@ -49,9 +49,11 @@ def run(
     pair = Pair(options)
     path = file or tiny.problems_path()
     problems = read_problems(path, limit)
-    prompts = [pair.text.encode(problem.question, raw=False) for problem in problems]
-    for problem, ids in zip(problems, prompts, strict=True):
-        pair.check_prompt(ids, f"The question in line {problem.line} of {path}")
+    prompts = []
+    for problem in problems:
+        name = f"The question in line {problem.line} of {path}"
+        prompts.append(pair.text.encode(problem.question, raw=False, name=name))
+        pair.check_prompt(prompts[-1], name)
     backend = pair.backend(max(map(len, prompts)), max_new_tokens)
 
     rows: list[dict[str, Any]] = []

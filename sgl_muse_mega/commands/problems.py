@@ -48,7 +48,7 @@ def _problem(path: Path, number: int, line: str) -> Problem:
 
     try:
         entry: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise refuse(f"is not JSON ({error})") from None
     if not isinstance(entry, dict):
         raise refuse("is not a JSON object")

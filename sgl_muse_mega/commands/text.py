@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -39,20 +38,23 @@ class Text:
             raise UserError(f"{path} cannot be read as a tokenizer: {error}.") from None
         self._directory = directory
 
-    def encode(self, prompt: str, *, raw: bool) -> list[int]:
-        """Token ids of a prompt, wrapped by the chat template as one user message unless `raw`.
+    def encode(self, prompt: str, *, raw: bool, name: str = "The prompt") -> list[int]:
+        """Token ids of a prompt, at least one, wrapped by the chat template as one user message unless `raw`.
 
-        Raises UserError for a prompt without text or one that is not Unicode, and for a folder without a template.
+        Raises UserError for a prompt without text, one that is not Unicode or one without a token that the tokenizer
+        knows, and for a folder without a usable template. `name` is what the sentence calls the prompt.
         """
         if not prompt.strip():
-            raise UserError("The prompt is empty, so there is nothing to continue; give some text.")
+            raise UserError(f"{name} is empty, so there is nothing to continue; give some text.")
         try:
             prompt.encode()
         except UnicodeEncodeError:
-            raise UserError("The prompt is not valid UTF-8; convert it to UTF-8.") from None
+            raise UserError(f"{name} is not valid UTF-8; convert it to UTF-8.") from None
         text = prompt if raw else self._wrap(prompt)
         # a chat template writes the special tokens itself
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=raw).ids
+        if not ids:
+            raise UserError(f"{name} gives no token with the tokenizer of {self._directory}; give other text.")
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -72,7 +74,9 @@ class Text:
             names = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
             messages = [{"role": "user", "content": prompt}]
             return environment.from_string(template).render(messages=messages, add_generation_prompt=True, **names)
-        except (ValueError, AttributeError, jinja2.TemplateError) as error:
+        except UserError:
+            raise
+        except Exception as error:  # a template is a program and can fail in any way
             raise UserError(f"The chat template of {self._directory} cannot be used: {error}.") from None
 
 

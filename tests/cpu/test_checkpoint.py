@@ -415,6 +415,8 @@ def test_a_duplicate_tensor_is_refused(tmp_path):
         '{"weight_map": []}',
         '{"weight_map": {"a": 1}}',
         '{"weight_map": {"a": "../a"}}',
+        '{"weight_map": {"a": ""}}',
+        "[" * 100_000,
     ],
 )
 def test_a_broken_index_is_refused(tmp_path, text):

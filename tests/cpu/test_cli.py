@@ -240,7 +240,7 @@ def refused(result: tuple[int, str, str]) -> str:
         (["x", "--min-p", "2"], "found 2.0"),
         (["x", "--seed", "-1"], "found -1"),
         (["x", "--max-new-tokens", "0"], "found 0"),
-        (["x", "--backend", "cuda"], "no backend 'cuda'"),
+        (["x", "--backend", "tpu"], "no backend 'tpu'"),
         (["x", "--kv-cache-dtype", "int4"], "no KV cache type 'int4'"),
         (["x", "--model", "/no/such/model", "--no-draft"], "/no/such/model/config.json does not exist"),
         (["x", "--draft", "/no/such/draft"], "/no/such/draft/config.json does not exist"),
@@ -271,8 +271,11 @@ def test_refused_files(run: Run, tmp_path: Path, installed: Path) -> None:
     byte_level_tokenizer().save(str(tmp_path / "few" / "tokenizer.json"))
     assert "no chat template; use --raw" in refused(run("generate", "x", *model))
     assert "only ids below 100" in refused(run("generate", "é", "--raw", *model))
-    (tmp_path / "few" / "chat_template.jinja").write_text("{% for %}")
-    assert "chat template" in refused(run("generate", "x", *model))
+    for template in ("{% for %}", "{{ 1 / 0 }}", "{{ 1 + 'a' }}", "{{ range(10 ** 9) }}"):
+        (tmp_path / "few" / "chat_template.jinja").write_text(template)
+        assert "chat template" in refused(run("generate", "x", *model))
+    (tmp_path / "few" / "chat_template.jinja").write_text("{% if false %}text{% endif %}")
+    assert "gives no token" in refused(run("generate", "x", *model))
 
 
 def test_eval_counts_answers_and_averages(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,6 +372,8 @@ def test_eval_interrupted_sums_up_and_saves_nothing(run: Run, tmp_path: Path, mo
         (b'{"question": "a", "answer": "#### 1"}\n\n{oops}\n', "Line 3 of"),
         (b'{"question": "a", "answer": "1"}\n', "no number behind ####"),
         (b'["a"]\n', "not a JSON object"),
+        (b"[" * 100_000, "Line 1 of"),
+        (b'{"question": "\\ud800", "answer": "#### 1"}\n', "question in line 1 of"),
         (b'{"question": "  ", "answer": "#### 1"}\n', "no text under 'question'"),
         (b"", "holds no problem"),
         (b'{"question": "\xff", "answer": "#### 1"}\n', "not UTF-8"),
