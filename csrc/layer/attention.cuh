@@ -72,16 +72,35 @@ struct RowView {
     }
 };
 
-// Eight of a key's or value's dimensions as bf16 pairs.
-DEVICE uint4 load_cached(const void* cache, int64_t element) {
-    if constexpr (cfg::FP8_CACHE) {
-        const uint2 bytes = global_load(reinterpret_cast<const uint2*>(static_cast<const uint8_t*>(cache) + element));
-        return uint4{e4m3x2_to_bf16x2(bytes.x & 0xffffu), e4m3x2_to_bf16x2(bytes.x >> 16),
-                     e4m3x2_to_bf16x2(bytes.y & 0xffffu), e4m3x2_to_bf16x2(bytes.y >> 16)};
-    } else {
-        return global_load(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(cache) + element));
+// Eight of a key's or value's dimensions: fp8 as it is stored, which halves the registers of what is in flight.
+struct CachedBf16 {
+    uint4 bits;
+
+    DEVICE static CachedBf16 load(const void* cache, int64_t element) {
+        return {global_load(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(cache) + element))};
     }
-}
+    DEVICE uint4 pairs() const { return bits; }
+};
+struct CachedFp8 {
+    uint2 bits;
+
+    DEVICE static CachedFp8 load(const void* cache, int64_t element) {
+        return {global_load(reinterpret_cast<const uint2*>(static_cast<const uint8_t*>(cache) + element))};
+    }
+    DEVICE uint4 pairs() const {
+        return uint4{e4m3x2_to_bf16x2(bits.x & 0xffffu), e4m3x2_to_bf16x2(bits.x >> 16),
+                     e4m3x2_to_bf16x2(bits.y & 0xffffu), e4m3x2_to_bf16x2(bits.y >> 16)};
+    }
+};
+template <bool FP8>
+struct CachedAs {
+    using Type = CachedBf16;
+};
+template <>
+struct CachedAs<true> {
+    using Type = CachedFp8;
+};
+using Cached = CachedAs<cfg::FP8_CACHE>::Type;
 
 // Slots of the keys first + 8 block + g; -1 where no row sees a key, so that no stale slot is ever read.
 DEVICE void load_slots(const Params& p, const Range& range, int first, int32_t (&slot)[KEY_BLOCKS]) {
@@ -131,7 +150,7 @@ DEVICE void run_unit(const Params& p, const Range& range, int size, int split, i
     clear(out);
     float highest[2] = {-infinity(), -infinity()}, total[2] = {0.f, 0.f};
     for (int first = split_first; first < split_end; first += KEYS) {
-        uint4 key[KEY_BLOCKS][2] = {}, value[KEY_BLOCKS][2] = {};
+        Cached key[KEY_BLOCKS][2] = {}, value[KEY_BLOCKS][2] = {};
 #pragma unroll
         for (int block = 0; block < KEY_BLOCKS; ++block) {
             if (slot[block] >= 0) {
@@ -139,8 +158,8 @@ DEVICE void run_unit(const Params& p, const Range& range, int size, int split, i
                     (static_cast<int64_t>(slot[block]) * cfg::KV_HEADS + kv_head) * cfg::HEAD_DIM + 8 * t;
 #pragma unroll
                 for (int part = 0; part < 2; ++part) {
-                    key[block][part] = load_cached(p.key_cache, element + 32 * part);
-                    value[block][part] = load_cached(p.value_cache, element + 32 * part);
+                    key[block][part] = Cached::load(p.key_cache, element + 32 * part);
+                    value[block][part] = Cached::load(p.value_cache, element + 32 * part);
                 }
             }
         }
@@ -151,7 +170,7 @@ DEVICE void run_unit(const Params& p, const Range& range, int size, int split, i
         for (int block = 0; block < KEY_BLOCKS; ++block) {
 #pragma unroll
             for (int part = 0; part < 2; ++part) {
-                const uint4 low = query[0][part], high = query[1][part], k = key[block][part];
+                const uint4 low = query[0][part], high = query[1][part], k = key[block][part].pairs();
                 mma_bf16(score[block], low.x, high.x, low.y, high.y, k.x, k.y);
                 mma_bf16(score[block], low.z, high.z, low.w, high.w, k.z, k.w);
             }
@@ -207,7 +226,7 @@ DEVICE void run_unit(const Params& p, const Range& range, int size, int split, i
             const uint32_t a2 = pack_bf16x2(s1[0], s1[1]), a3 = pack_bf16x2(s1[2], s1[3]);
 #pragma unroll
             for (int part = 0; part < 2; ++part) {
-                const uint4 v0 = value[2 * two][part], v1 = value[2 * two + 1][part];
+                const uint4 v0 = value[2 * two][part].pairs(), v1 = value[2 * two + 1][part].pairs();
                 mma_bf16(out[part * 4 + 0], a0, a1, a2, a3, transpose_8x8(v0.x), transpose_8x8(v1.x));
                 mma_bf16(out[part * 4 + 1], a0, a1, a2, a3, transpose_8x8(v0.y), transpose_8x8(v1.y));
                 mma_bf16(out[part * 4 + 2], a0, a1, a2, a3, transpose_8x8(v0.z), transpose_8x8(v1.z));

@@ -144,6 +144,7 @@ DEVICE void layer(const Params& p) {
         layer_tokens(p, epoch);
     } else if (warp == ROUTING_WARP) {
         boundary::prefetch_layer_vectors(p);
+        routing::route_rows(p, epoch);
         routing::build_table(p, epoch);
     } else {
         layer_math(p, epoch);

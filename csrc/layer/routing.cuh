@@ -39,57 +39,79 @@ DEVICE int beats(float theirs, int their_id, float mine, int my_id) {
     return theirs > mine || (theirs == mine && their_id < my_id) ? 1 : 0;
 }
 
-// F3-F5 for one row: an expert's rank is the number of experts that beat it; ties go to the lower id.
+// F3-F5 for one row, by one warp: an expert's rank is the number of experts that beat it; ties go to the lower id.
 DEVICE void route_row(const Params& p, int row) {
-    const uint32_t selection_at = cfg::REDUCE_AT, score_at = selection_at + cfg::EXPERTS * 4;
+    const uint32_t selection_at = cfg::ROUTE_AT, score_at = selection_at + cfg::EXPERTS * 4;
     const uint32_t chosen_at = score_at + cfg::EXPERTS * 4;
-    for (int expert = thread_index(); expert < cfg::EXPERTS; expert += cfg::MATH_THREADS) {
+    for (int expert = lane_index(); expert < cfg::EXPERTS; expert += WARP) {
         const float logit = sum_parts_one<Router>(p.router_partial, row, expert);
         const float score = output_gate::sigmoid(logit * cfg::OUTPUT_MULTIPLIER);
         global_store(p.router_logits + row * cfg::EXPERTS + expert, logit);
         shared_store(score_at + expert * 4, score);
         shared_store(selection_at + expert * 4, score + global_load(p.router_bias + expert));
     }
-    math_barrier();
-    for (int expert = thread_index(); expert < cfg::EXPERTS; expert += cfg::MATH_THREADS) {
-        const float mine = shared_load<float>(selection_at + expert * 4);
-        int rank = 0;
-#pragma unroll 8
-        for (int other = 0; other < cfg::EXPERTS; other += 4) {
-            const float4 theirs = shared_load<float4>(selection_at + other * 4);
-            rank += beats(theirs.x, other, mine, expert) + beats(theirs.y, other + 1, mine, expert) +
-                    beats(theirs.z, other + 2, mine, expert) + beats(theirs.w, other + 3, mine, expert);
-        }
-        if (rank < cfg::TOP_K) {
-            global_store(p.route_ids + row * cfg::TOP_K + rank, expert);
-            shared_store(chosen_at + rank * 4, shared_load<float>(score_at + expert * 4));
+    warp_sync();
+    constexpr int MINE = (cfg::EXPERTS + WARP - 1) / WARP;  // experts of a lane: l, l + 32, ...
+    float mine[MINE];
+    int rank[MINE];
+#pragma unroll
+    for (int i = 0; i < MINE; ++i) {
+        const int expert = lane_index() + i * WARP;
+        mine[i] = expert < cfg::EXPERTS ? shared_load<float>(selection_at + expert * 4) : -infinity();
+        rank[i] = 0;
+    }
+#pragma unroll 1
+    for (int other = 0; other < cfg::EXPERTS; other += 4) {
+        const float4 theirs = shared_load<float4>(selection_at + other * 4);
+#pragma unroll
+        for (int i = 0; i < MINE; ++i) {
+            const int expert = lane_index() + i * WARP;
+            rank[i] += beats(theirs.x, other, mine[i], expert) + beats(theirs.y, other + 1, mine[i], expert) +
+                       beats(theirs.z, other + 2, mine[i], expert) + beats(theirs.w, other + 3, mine[i], expert);
         }
     }
-    math_barrier();
+#pragma unroll
+    for (int i = 0; i < MINE; ++i) {
+        const int expert = lane_index() + i * WARP;
+        if (expert < cfg::EXPERTS && rank[i] < cfg::TOP_K) {
+            global_store(p.route_ids + row * cfg::TOP_K + rank[i], expert);
+            shared_store(chosen_at + rank[i] * 4, shared_load<float>(score_at + expert * 4));
+        }
+    }
+    warp_sync();
     float sum = 0.f;
     for (int slot = 0; slot < cfg::TOP_K; ++slot) sum += shared_load<float>(chosen_at + slot * 4);
     const float scale = cfg::ROUTED_SCALING / (sum + 1e-15f);
-    for (int slot = thread_index(); slot < cfg::TOP_K; slot += cfg::MATH_THREADS) {
+    for (int slot = lane_index(); slot < cfg::TOP_K; slot += WARP) {
         global_store(p.route_weights + row * cfg::TOP_K + slot, shared_load<float>(chosen_at + slot * 4) * scale);
+    }
+    warp_sync();
+}
+
+// Routing warp: the rows this CTA routes, while the math warps work on pre_expert_proj. Other CTAs than those that own
+// the rows, where there are enough.
+DEVICE void route_rows(const Params& p, uint32_t epoch) {
+    bool waited = false;
+    for (int row = 0; row < cfg::ROW_CAP; ++row) {
+        if (!owns_row(row, cfg::ROW_CAP)) continue;
+        if (row < p.rows) {
+            if (!waited) wait_counter_warp(p, protocol::Counter::ROUTER, epoch);
+            waited = true;
+            route_row(p, row);
+        }
+        warp_sync();
+        if (lane_index() == 0) add_release(counter_address(p, protocol::Counter::ROUTED), 1u);
     }
 }
 
+// Math warps: F7 of the rows this CTA owns.
 DEVICE void run(const Params& p, uint32_t epoch) {
-    using protocol::Counter;
     boundary::for_owned_rows(
-        p, Counter::EXPERT_INPUT, [&] { wait_counter_math(p, Counter::PRE_PROJ, epoch); },
+        p, protocol::Counter::EXPERT_INPUT, [&] { wait_counter_math(p, protocol::Counter::PRE_PROJ, epoch); },
         [&](int row, auto ready) {
             ready();
             expert_input_row(p, row);
         });
-    // Other CTAs than those above, where there are enough: the two hand-offs overlap.
-    boundary::for_owned_rows(
-        p, Counter::ROUTED, [&] { wait_counter_math(p, Counter::ROUTER, epoch); },
-        [&](int row, auto ready) {
-            ready();
-            route_row(p, row);
-        },
-        cfg::ROW_CAP);
 }
 
 // The table of a step, in shared memory: active local experts in ascending order, each with the set of its rows.

@@ -282,8 +282,12 @@ class Instance:
         rows = self.math_warps // (BLOCK_ROWS // 16) * BLOCK_ROWS
         if self.nvfp4:
             rows = max(rows, *(64 * t.tiles * t.k_parts for t in (self.gate_up_tiles, self.down_tiles)))
-        routing = max(2 * self.experts + self.top_k, 3 * self.top_k) * 4
-        return _round_up(max(rows * (self.row_cap + 1) * 4, routing), 128)
+        combining = 3 * self.top_k * 4
+        return _round_up(max(rows * (self.row_cap + 1) * 4, combining), 128)
+
+    @property
+    def route_bytes(self) -> int:
+        return _round_up((2 * self.experts + self.top_k) * 4, 128)
 
     @property
     def table_bytes(self) -> int:
@@ -291,14 +295,15 @@ class Instance:
 
     @property
     def stages(self) -> int:
-        fixed = 512 + self.table_bytes + self.reduce_bytes
+        fixed = 512 + self.table_bytes + self.route_bytes + self.reduce_bytes
         return min(24, (HOPPER_SHARED_BYTES - fixed) // self.stage_bytes)
 
     @property
     def shared_offsets(self) -> dict[str, int]:
         """Byte offsets in the CTA's shared memory; barriers, small tables, reduction buffer, ring."""
         tables = 512
-        reduce = tables + self.table_bytes
+        route = tables + self.table_bytes
+        reduce = route + self.route_bytes
         ring = reduce + self.reduce_bytes
         return {
             "BARRIERS_AT": 0,  # full and empty barriers of each stage
@@ -306,6 +311,7 @@ class Instance:
             "EPOCH_AT": 2 * 24 * 8 + 8,
             "ROW_SUM_AT": 2 * 24 * 8 + 16,
             "TABLES_AT": tables,
+            "ROUTE_AT": route,
             "REDUCE_AT": reduce,
             "RING_AT": ring,
             "SHARED_BYTES": ring + self.stages * self.stage_bytes,
