@@ -1,6 +1,7 @@
 // The C functions that Python calls; mirrored in sgl_muse_mega/emulator/machine.py.
 #include <cstdio>
 #include <cstring>
+#include <new>
 
 #include "machine.h"
 
@@ -19,7 +20,7 @@ struct EmulatorLaunch {
 
 struct EmulatorOptions {
     uint64_t seed;
-    uint32_t order, preempt_interval, preempt_limit, ordered, stale_values, overlap, injection, reserved;
+    uint32_t order, preempt_interval, preempt_limit, ordered, stale_values, overlap, injection, trace;
     uint64_t injection_address;
 };
 
@@ -46,6 +47,12 @@ int emulator_count_unwritten(const void* base, uint64_t bytes) {
         return unwritten;
     }
     return -1;
+}
+
+// The events of the last run, when its options asked for them; returns their number.
+uint64_t emulator_events(const Event** events) {
+    *events = machine().events.data();
+    return machine().events.size();
 }
 
 // Returns 0, or 1 when the run ended with the fault described in `result`.
@@ -81,7 +88,13 @@ int emulator_run(const EmulatorLaunch* launches, uint32_t count, const EmulatorO
     chosen.overlap = options->overlap;
     chosen.injection = static_cast<Injection>(options->injection);
     chosen.injection_address = options->injection_address;
-    const bool good = m.run(std::move(list), chosen);
+    chosen.trace = options->trace;
+    bool good = false;
+    try {
+        good = m.run(std::move(list), chosen);
+    } catch (const std::bad_alloc&) {
+        m.fault = {"memory", "there is not enough memory for so many threads"};
+    }
     result->switches = m.switches;
     result->races = m.races;
     result->nanoseconds = m.now();

@@ -80,6 +80,7 @@ View published(const Atomic& atomic, bool chain, const uint32_t* address) {
 void add_word(uint32_t* address, uint32_t value, const Site& site) {
     Atomic& atomic = find(address, site);
     check_line(0, reinterpret_cast<uintptr_t>(address), site);
+    machine().note(EventKind::add, reinterpret_cast<uintptr_t>(address));
     put(atomic, address, *address + value, published(atomic, true, address), site);
 }
 
@@ -93,6 +94,7 @@ uint32_t exchange_word(uint32_t* address, uint32_t value, const Site& site) {
 
 void publish_word(uint32_t* address, uint32_t value, const Site& site) {
     Atomic& atomic = find(address, site);
+    machine().note(EventKind::publish, reinterpret_cast<uintptr_t>(address));
     put(atomic, address, value, published(atomic, false, address), site);
 }
 
@@ -100,6 +102,7 @@ uint32_t acquire_word(const uint32_t* address, const Site& site) {
     Machine& m = machine();
     Atomic& atomic = find(address, site);
     check_line(reinterpret_cast<uintptr_t>(address), 0, site);
+    m.note(EventKind::acquire, reinterpret_cast<uintptr_t>(address));
     size_t pick = atomic.values.size() - 1;
     if (m.options.ordered != 0) {
         const Actor me{current->component, current->epoch, current->first_epoch, &current->view};

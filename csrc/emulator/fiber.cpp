@@ -24,13 +24,15 @@ void switch_fiber(Fiber& from, Fiber& to, FiberEntry entry) {
 
 uint8_t* Stacks::at(size_t index) {
     const size_t guard = static_cast<size_t>(sysconf(_SC_PAGESIZE)), stride = BYTES + guard;
+    if (index >= CHUNKS * PER_CHUNK) throw std::bad_alloc();
     uint8_t*& chunk = chunks_[index / PER_CHUNK];
     if (chunk == nullptr) {
         void* memory = mmap(nullptr, stride * PER_CHUNK, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
         if (memory == MAP_FAILED) throw std::bad_alloc();
         chunk = static_cast<uint8_t*>(memory);
-        for (size_t i = 0; i < PER_CHUNK; ++i) mprotect(chunk + i * stride, guard, PROT_NONE);
+        const bool guarded = index / PER_CHUNK < GUARDED_CHUNKS;
+        for (size_t i = 0; guarded && i < PER_CHUNK; ++i) mprotect(chunk + i * stride, guard, PROT_NONE);
     }
     return chunk + index % PER_CHUNK * stride + guard;
 }

@@ -20,15 +20,16 @@ using FiberEntry = void (*)();
 // Saves `from` and continues `to`, from its beginning when it has not started.
 void switch_fiber(Fiber& from, Fiber& to, FiberEntry entry);
 
-// Memory for `count` stacks with a guard page below each; grows, is reused, and is never returned to the system.
+// Stacks, made when first used and then kept. Below each of the first few thousand lies a guard page; a guard page for
+// every thread of a large machine would exceed the number of mappings Linux allows.
 class Stacks {
   public:
     uint8_t* at(size_t index);
     static constexpr size_t BYTES = 128 * 1024;
 
   private:
-    static constexpr size_t PER_CHUNK = 256;
-    uint8_t* chunks_[256] = {};
+    static constexpr size_t PER_CHUNK = 256, GUARDED_CHUNKS = 64, CHUNKS = 1024;
+    uint8_t* chunks_[CHUNKS] = {};
 };
 
 }  // namespace emulator

@@ -144,6 +144,7 @@ bool Machine::run(std::vector<Launch> launches, const Options& chosen) {
     queue_.clear();
     queue_head_ = 0;
     copies_.clear();
+    events.clear();
     atomics.clear();
     lines.clear();
     regions.forget_accesses();

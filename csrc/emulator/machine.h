@@ -133,6 +133,8 @@ struct Atomic {
     uint64_t polled = 0, added = 0;
 };
 
+extern Lane* current;
+
 class Machine {
   public:
     // Runs the launches in order as one stream. False: `fault` says why.
@@ -170,6 +172,13 @@ class Machine {
     std::unordered_map<uintptr_t, std::pair<uintptr_t, uintptr_t>> lines;  // line: a polled word, an added-to word
     FaultReport fault;
     uint64_t switches = 0, races = 0;
+    std::vector<Event> events;
+    void note(EventKind kind, uint64_t place, uint64_t phase = 0) {
+        if (options.trace == 0) return;
+        const auto launch = static_cast<uint32_t>(current->cta->launch - launches_.data());
+        events.push_back({launch, static_cast<uint32_t>(current->cta->index), static_cast<uint32_t>(current->thread),
+                          kind, place, phase});
+    }
     uint32_t components_per_cta = 0, max_ctas = 0, max_threads = 0;
     bool by_copy_engine(uint32_t component) const { return component % components_per_cta >= max_threads; }
     std::string who(uint32_t component) const;
@@ -208,6 +217,5 @@ class Machine {
 };
 
 Machine& machine();
-extern Lane* current;
 
 }  // namespace emulator

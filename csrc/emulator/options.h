@@ -32,6 +32,7 @@ struct Options {
     uint32_t overlap = 0;           // the next launch's CTAs start as soon as programmatic launch allows
     Injection injection = Injection::none;
     uint64_t injection_address = 0;  // 0: everywhere
+    uint32_t trace = 0;              // keep the events of the run
 };
 
 struct FaultReport {
@@ -43,6 +44,15 @@ struct Stop : std::exception {};
 
 // Reports a fault of the current thread.
 [[noreturn]] void fail(const char* kind, const std::string& text, const Site& site);
+
+// What a thread did to be waited for, or waited for. Mirrored in sgl_muse_mega.emulator.trace.
+enum class EventKind : uint32_t { add, publish, acquire, mbarrier_init, mbarrier_arrive, mbarrier_wait, barrier };
+struct Event {
+    uint32_t launch, cta, thread;
+    EventKind kind;
+    uint64_t place;  // address of a word, offset of an mbarrier, number of a barrier
+    uint64_t phase;  // of an mbarrier; threads of a barrier; arrivals of an initialised mbarrier
+};
 
 // A kernel as its shared library exports it.
 struct KernelEntry {

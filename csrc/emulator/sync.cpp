@@ -51,6 +51,7 @@ void init_mbarrier(uint32_t offset, uint32_t arrivals, const Site& site) {
     barrier.arrivals = arrivals;
     barrier.pending = arrivals;
     barrier.component = cta.first_component + m.max_threads + static_cast<uint32_t>(cta.mbarriers.size()) - 1;
+    m.note(EventKind::mbarrier_init, offset, arrivals);
     if (m.options.ordered == 0) return;
     barrier.first_phase = m.first_phase(barrier.component);
     barrier.initialiser = current->component;
@@ -75,6 +76,7 @@ void arrive_mbarrier(uint32_t offset, uint32_t expected_bytes, const Site& site)
                  " arrivals of this phase are already there",
              site);
     }
+    m.note(EventKind::mbarrier_arrive, offset, barrier.phase);
     barrier.bytes += expected_bytes;
     --barrier.pending;
     if (m.options.ordered != 0) {
@@ -95,6 +97,7 @@ bool test_mbarrier(uint32_t offset, uint32_t parity, const Site& site) {
         return false;
     }
     current->poll_count = 0;
+    if (barrier.phase != 0) m.note(EventKind::mbarrier_wait, offset, barrier.phase - 1);
     if (m.options.ordered != 0) m.acquire(*current, barrier.completed);
     return true;
 }
@@ -104,6 +107,7 @@ void meet_at_barrier(int id, int threads, const Site& site) {
     m.point(16);
     if (id < 0 || id >= NAMED_BARRIERS || threads % WARP_LANES != 0)
         fail("barrier", "an impossible barrier " + std::to_string(id), site);
+    m.note(EventKind::barrier, static_cast<uint64_t>(id), static_cast<uint64_t>(threads));
     NamedBarrier& barrier = current->cta->named[id];
     if (barrier.arrived.empty()) barrier.expected = threads;
     if (barrier.expected != threads) {

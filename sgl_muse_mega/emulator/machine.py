@@ -52,6 +52,7 @@ class Schedule:
     overlap: bool = False
     injection: Injection = Injection.NONE
     injection_address: int = 0
+    trace: bool = False  # keep the events of the run, for `EmulatedMachine.events`
 
 
 PLAIN = Schedule()
@@ -108,6 +109,36 @@ class Statistics:
     nanoseconds: int  # the machine's own clock
 
 
+class EventKind(IntEnum):
+    ADD = 0
+    PUBLISH = 1
+    ACQUIRE = 2
+    MBARRIER_INIT = 3
+    MBARRIER_ARRIVE = 4
+    MBARRIER_WAIT = 5
+    BARRIER = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """launch, cta and thread say who. place: address of a word, offset of an mbarrier, number of a barrier; phase: of
+    an mbarrier, how many arrivals an initialised one counts, or how many threads meet at a barrier."""
+
+    launch: int
+    cta: int
+    thread: int
+    kind: EventKind
+    place: int
+    phase: int
+
+
+class _Event(ctypes.Structure):
+    _fields_ = (
+        ("launch", ctypes.c_uint32), ("cta", ctypes.c_uint32), ("thread", ctypes.c_uint32), ("kind", ctypes.c_uint32),
+        ("place", ctypes.c_uint64), ("phase", ctypes.c_uint64),
+    )  # fmt: skip
+
+
 class _Launch(ctypes.Structure):
     _fields_ = (
         ("kernel", ctypes.c_void_p), ("parameters", ctypes.c_char_p), ("parameter_bytes", ctypes.c_uint32),
@@ -119,7 +150,7 @@ class _Options(ctypes.Structure):
     _fields_ = (
         ("seed", ctypes.c_uint64), ("order", ctypes.c_uint32), ("preempt_interval", ctypes.c_uint32),
         ("preempt_limit", ctypes.c_uint32), ("ordered", ctypes.c_uint32), ("stale_values", ctypes.c_uint32),
-        ("overlap", ctypes.c_uint32), ("injection", ctypes.c_uint32), ("reserved", ctypes.c_uint32),
+        ("overlap", ctypes.c_uint32), ("injection", ctypes.c_uint32), ("trace", ctypes.c_uint32),
         ("injection_address", ctypes.c_uint64),
     )  # fmt: skip
 
@@ -145,6 +176,7 @@ class EmulatedMachine:
             ctypes.c_char_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32
         ]  # fmt: skip
         self._library.emulator_count_unwritten.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+        self._library.emulator_events.restype = ctypes.c_uint64
         self._regions: tuple[Region, ...] = ()
 
     def use(self, regions: Sequence[Region]) -> None:
@@ -170,13 +202,19 @@ class EmulatedMachine:
         )
         s = schedule
         options = _Options(
-            s.seed, s.order, s.preempt_interval, s.preempt_limit, s.ordered, s.stale_values, s.overlap, s.injection, 0,
-            s.injection_address,
+            s.seed, s.order, s.preempt_interval, s.preempt_limit, s.ordered, s.stale_values, s.overlap, s.injection,
+            s.trace, s.injection_address,
         )  # fmt: skip
         result = _Result()
         if self._library.emulator_run(array, len(launches), ctypes.byref(options), ctypes.byref(result)):
             raise EmulatorFault(result.kind.decode(), result.text.decode(errors="replace"), schedule)
         return Statistics(result.switches, result.races, result.nanoseconds)
+
+    def events(self) -> list[Event]:
+        """What the threads of the last run did to be waited for, and waited for, in order (Schedule.trace)."""
+        pointer = ctypes.POINTER(_Event)()
+        count = self._library.emulator_events(ctypes.byref(pointer))
+        return [Event(e.launch, e.cta, e.thread, EventKind(e.kind), e.place, e.phase) for e in pointer[:count]]
 
 
 @dataclass(slots=True)

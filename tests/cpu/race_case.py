@@ -49,15 +49,16 @@ class RaceCase:
             for field in fields(control):
                 getattr(control, field.name).zero_()
 
-    def _control(self) -> Control:
+    def control(self, kernel: str) -> Control:
+        """Counters, epoch and flags of one of the kernels."""
         (variant,) = self.case.step.variants.values()
-        return variant.control["layer"]
+        return variant.control[kernel]
 
     def counter_address(self, name: str) -> int:
         """Address of one of the layer kernel's counters."""
         index = [c.name for c in protocol.COUNTERS].index(name)
-        return self._control().counters.data_ptr() + index * protocol.COUNTER_STRIDE * 4
+        return self.control("layer").counters.data_ptr() + index * protocol.COUNTER_STRIDE * 4
 
     def flag_address(self) -> int:
         """Address of the first activation flag."""
-        return self._control().flags.data_ptr()
+        return self.control("layer").flags.data_ptr()
