@@ -4,12 +4,14 @@ Row i of the logits is the target's distribution for the position after the row'
 only as far as the first rejection.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.speculative.backend import DraftBlock
 from sgl_muse_mega.speculative.philox import Purpose
 from sgl_muse_mega.speculative.sampling import SamplingParams, argmax, draw, target_distribution
@@ -46,7 +48,8 @@ def accept_sampled(
     logits float32 [T, V], block of T - 1 slots, `position` that of the first draft. Draft x of slot i with proposal
     probability q(x) is kept iff u q(x) < p_i(x), u in [0, 1): never for p_i(x) = 0, also when u is 0. The first
     rejected slot draws from max(p_i - q, 0); after the last slot the next token is drawn from p itself.
-    Raises UserError for a row without a maximum and ValueError for a block that breaks its contract.
+    Raises UserError for a row without a maximum or a proposal probability that is NaN, and ValueError for a block that
+    breaks its contract.
     """
     drafts: list[int] = block.tokens.tolist()
     for row, token in enumerate(drafts):
@@ -57,6 +60,11 @@ def accept_sampled(
         if not proposed.any():
             raise ValueError(f"The draft proposed id {token} in slot {row + 1}, which is not one of its candidates")
         q_token = float(q[proposed].sum())
+        if math.isnan(q_token):
+            raise UserError(
+                f"The draft's probability of id {token} is not a number; the draft's weights or the kernels that ran "
+                "them are broken."
+            )
         if not 0 <= q_token <= 1 + 1e-3:  # float32 probabilities need not sum to 1 exactly
             raise ValueError(f"The draft gave id {token} in slot {row + 1} the probability {q_token}")
         # q = 0 happens when rounding lets the walk run past the last candidate that has any mass; such a token was
