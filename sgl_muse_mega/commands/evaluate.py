@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -84,13 +85,16 @@ def run(
     if save:
         inputs = _inputs(pair, path, params, limit, max_new_tokens)
         standard = pair.bundled and file is None and limit is None and pair.width == DEFAULT_WIDTH and params.greedy
-        figures = _figures(summary) if standard and pair.kv_cache_dtype == "bf16" else {}
+        reference = pair.backend_name == "reference" and pair.kv_cache_dtype == "bf16"
+        figures = _figures(summary) if standard and reference else {}
+        gpu = torch.cuda.get_device_name() if pair.backend_name == "cuda" else None
         content = {"inputs": inputs, "summary": summary, "rows": rows}
-        written = results.save("eval", results.environment(None), content, figures)
+        written = results.save("eval", results.environment(gpu), content, figures)
         console.print(f"Saved {written}.")
         if not figures:
             console.print(
-                "No named figures: those are for the bundled pair and all its problems, greedy, width 8, bf16."
+                "No named figures: those are for the bundled pair on the reference backend and all its problems, "
+                "greedy, width 8, bf16."
             )
     return 0
 
@@ -198,7 +202,7 @@ def _inputs(pair: Pair, path: Path, params: SamplingParams, limit: int | None, m
         "width": pair.width,
         "max_new_tokens": max_new_tokens,
         "kv_cache_dtype": pair.kv_cache_dtype,
-        "backend": "reference",
+        "backend": pair.backend_name,
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,
@@ -209,4 +213,6 @@ def _inputs(pair: Pair, path: Path, params: SamplingParams, limit: int | None, m
 
 def _progress() -> Progress:
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    # where there is no terminal to draw on, the bar would only leave an empty line
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

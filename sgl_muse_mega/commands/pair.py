@@ -16,6 +16,7 @@ from sgl_muse_mega.config import DraftConfig, TargetConfig, check_pair, load_dra
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.reference.backend import KV_DTYPES, MAX_ROWS, ReferenceBackend
 from sgl_muse_mega.speculative.backend import Backend, StepBackend
+from sgl_muse_mega.speculative.generate import check_max_new_tokens
 
 if TYPE_CHECKING:
     from sgl_muse_mega.megakernel.machine import Machine
@@ -47,7 +48,7 @@ class Pair:
         """Read and check configurations and tokenizer. Raises UserError for anything that cannot be run."""
         if options.backend not in BACKENDS:
             raise UserError(f"There is no backend {options.backend!r}; use {', '.join(BACKENDS)}.")
-        self.backend_name = options.backend
+        self.backend_name = "reference" if options.backend == "auto" else options.backend
         if options.kv_cache_dtype not in KV_DTYPES:
             raise UserError(f"There is no KV cache type {options.kv_cache_dtype!r}; use {' or '.join(KV_DTYPES)}.")
         if options.draft and options.no_draft:
@@ -80,7 +81,11 @@ class Pair:
             raise UserError(f"{name} has {len(ids)} tokens, but the context holds {limit} with the answer; shorten it.")
 
     def backend(self, prompt_tokens: int, max_new_tokens: int) -> Backend | StepBackend:
-        """Read the weights and make room for prompts of `prompt_tokens` and outputs of `max_new_tokens`."""
+        """Read the weights and make room for prompts of `prompt_tokens` and outputs of `max_new_tokens`.
+
+        Raises UserError for weights that cannot be used, and for `max_new_tokens` below 1.
+        """
+        check_max_new_tokens(max_new_tokens)
         if self.config.hidden_size <= ONE_THREAD_HIDDEN_SIZE and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)
         draft_weights = None

@@ -208,6 +208,12 @@ class Generation:
         self.stats.finish_reason = reason
 
 
+def check_max_new_tokens(max_new_tokens: int) -> None:
+    """Raise UserError unless at least one new token is asked for."""
+    if max_new_tokens < 1:
+        raise UserError(f"The number of new tokens must be at least 1, found {max_new_tokens}; ask for one or more.")
+
+
 def generate(
     backend: Backend | StepBackend,
     prompt_ids: Sequence[int],
@@ -227,6 +233,7 @@ def generate(
     model, prompt, parameters with seed, and width (of another width: the same distribution, not the same text).
     Raises UserError for a prompt, width or length that does not fit the backend.
     """
+    check_max_new_tokens(max_new_tokens)
     if not prompt_ids:
         raise UserError("The prompt is empty, so there is nothing to continue; give at least one token.")
     for index, token in enumerate(prompt_ids):
@@ -244,8 +251,6 @@ def generate(
         raise UserError(f"The verify width must be between 1 and {backend.width_limit}, found {width}; change it.")
     if width > 1 and not backend.has_draft:
         raise UserError(f"Verify width {width} needs a draft and none is loaded; load one or use width 1.")
-    if max_new_tokens < 1:
-        raise UserError(f"The number of new tokens must be at least 1, found {max_new_tokens}; ask for one or more.")
     return Generation(
         backend, prompt_ids, params, width, max_new_tokens, frozenset() if ignore_eos else frozenset(stop_ids)
     )

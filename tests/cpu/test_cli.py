@@ -240,6 +240,7 @@ def refused(result: tuple[int, str, str]) -> str:
         (["x", "--min-p", "2"], "found 2.0"),
         (["x", "--seed", "-1"], "found -1"),
         (["x", "--max-new-tokens", "0"], "found 0"),
+        (["x", "--max-new-tokens", "-1000"], "found -1000"),
         (["x", "--backend", "tpu"], "no backend 'tpu'"),
         (["x", "--kv-cache-dtype", "int4"], "no KV cache type 'int4'"),
         (["x", "--model", "/no/such/model", "--no-draft"], "/no/such/model/config.json does not exist"),
@@ -281,8 +282,8 @@ def test_refused_files(run: Run, tmp_path: Path, installed: Path) -> None:
 def test_eval_counts_answers_and_averages(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # forms of an answer: marked, marked with a thousands comma, wrong
     speaking_pair(monkeypatch, ["2+3=5\n#### 5 of 7", "it is 1,001", "#### 2"])
-    code, out, _ = run("eval", "--save")
-    assert code == 0
+    code, out, err = run("eval", "--save")
+    assert (code, err) == (0, "")
     assert "2 of 3 answers right (66.7%)" in out
     (path,) = (tmp_path / "benchmark" / "results").glob("eval-*-cpu.json")
     saved = json.loads(path.read_text())
@@ -302,6 +303,7 @@ def test_eval_counts_answers_and_averages(run: Run, tmp_path: Path, monkeypatch:
     )
     assert saved["summary"]["accept_length_with_first_token"]["pooled"] == (sum(tokens) + 3) / sum(steps)
     assert saved["inputs"]["target"] == saved["inputs"]["draft"] == saved["inputs"]["problems"] == "bundled"
+    assert saved["inputs"]["backend"] == "reference"
     assert saved["environment"]["command"] == "sgl-muse-mega eval --save"
 
     figures = json.loads((path.parent / "figures.json").read_text())
@@ -389,4 +391,5 @@ def test_eval_refuses_bad_problems(run: Run, tmp_path: Path, content: bytes, wor
 def test_eval_refuses_bad_options(run: Run, tmp_path: Path) -> None:
     assert "cannot be read" in refused(run("eval", tmp_path / "nowhere.jsonl"))
     assert "at least 1, found 0" in refused(run("eval", "--limit", 0))
+    assert "at least 1, found -9" in refused(run("eval", "--max-new-tokens", -9))
     assert "between 1 and 16, found 99" in refused(run("eval", "--width", 99))
