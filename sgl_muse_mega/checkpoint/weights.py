@@ -48,6 +48,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class TargetWeights:
+    """The target; equation numbers are those of specification section 2.2."""
+
     embed_tokens: Tensor  # [V, H] bf16
     layers: tuple[LayerWeights, ...]
     norm: Tensor  # [H] bf16, absolute gamma (O1)
@@ -64,10 +66,12 @@ class ConvWeights:
 
 @dataclass(frozen=True, slots=True)
 class DraftLayerWeights:
+    """One layer of the draft, bf16 (specification sections 7.2 and 7.4); F is the draft's intermediate_size."""
+
     input_layernorm: Tensor  # [H] bf16, plain gamma
     q_proj: Tensor  # [heads * head_dim, H]
     k_proj: Tensor  # [kv_heads * head_dim, H]
-    v_proj: Tensor
+    v_proj: Tensor  # [kv_heads * head_dim, H]
     o_proj: Tensor  # [H, heads * head_dim]
     q_norm: Tensor  # [head_dim]
     k_norm: Tensor  # [head_dim]

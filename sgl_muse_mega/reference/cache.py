@@ -13,7 +13,7 @@ FP8_MAX = 448.0
 
 
 class PageTable:
-    """Pages of one sequence in one pool; `window` None keeps everything."""
+    """Pages of one sequence in one pool; what leaves the window is given back with `evict_before`."""
 
     def __init__(self, pages: int, page_size: int) -> None:
         self.page_size = page_size
@@ -43,6 +43,7 @@ class PageTable:
 
     @property
     def free_pages(self) -> int:
+        """Pages that can still be handed out."""
         return len(self._free)
 
     def slots(self, positions: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """Feed-forward half of a decoder layer, equations F1-F15 (model specification, section 2.2; rounding of section 4)."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
@@ -63,6 +61,7 @@ class ExpertStack:
 
     @property
     def quantised(self) -> bool:
+        """Whether the matrix is NVFP4."""
         return self._scale_2 is not None
 
     def matrix(self, expert: int) -> Tensor:
@@ -135,12 +134,11 @@ def f8_to_f12_experts(
     num: Numerics,
     first_expert: int = 0,
     local_experts: int | None = None,
-    on_expert: Callable[[int, Tensor], None] | None = None,
 ) -> Tensor:
     """Routed experts of the rows x [T, M]: returns m [T, M].
 
     Slots whose expert is not in [first_expert, first_expert + local_experts) contribute nothing (one rank's share of
-    F13). on_expert receives (expert, rows) for every expert touched.
+    F13).
     """
     rows = x.new_zeros(*selected.shape, x.shape[1])
     for expert in selected.unique().tolist():
@@ -148,8 +146,6 @@ def f8_to_f12_experts(
         if local < 0 or (local_experts is not None and local >= local_experts):
             continue
         token, slot = (selected == expert).nonzero(as_tuple=True)
-        if on_expert is not None:
-            on_expert(expert, token)
         gate, up = f8_gate_up(x[token], gate_up, local, num)
         y = f10_down(f9_activation(gate, up, num), down, local, num)
         rows[token, slot] = f11_post_expert_norm(y, post_expert_norm, post_norm_eps)

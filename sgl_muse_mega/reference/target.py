@@ -17,10 +17,10 @@ from sgl_muse_mega.reference.numerics import Numerics, Record, widened
 class Rows:
     """The rows of one step and what they may see.
 
-    positions int64 [T], absolute and 0-based. slots int64 [T]: where each row's K and V go, per kind of layer (full
-    layers and sliding layers have their own page tables). context_slots: slot of every context position from
-    context_start on, per kind; the context ends where the step begins. ancestors bool [T, T]: row i sees row j of the
-    step; None is a chain (row i sees rows 0 .. i).
+    positions int64 [T], absolute and 0-based. full_slots, sliding_slots int64 [T]: where each row's K and V go (full
+    layers and sliding layers have their own page tables). full_context, sliding_context: slot of every context position
+    from full_start or sliding_start on; the context ends where the step begins. ancestors bool [T, T]: row i sees row j
+    of the step; None is a chain (row i sees rows 0 .. i).
     """
 
     positions: Tensor
@@ -35,7 +35,9 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    logits: Tensor  # [T, V] float32 after the softcap
+    """What one forward pass of T rows gives."""
+
+    logits: Tensor  # [T or logit_rows, V] float32 after the softcap
     taps: Tensor  # [taps, T, H]: the stream after the tapped layers, rounded to bf16
     experts: list[Tensor] = field(default_factory=list)  # selected ids per layer, int64 [T, k]
 
