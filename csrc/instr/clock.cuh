@@ -9,4 +9,11 @@ DEVICE uint64_t global_nanoseconds() {
 }
 // One turn of a spin loop that found nothing.
 DEVICE void spin_pause() {}
+// Time for writes to host memory to arrive, before a trap takes the GPU down.
+DEVICE void linger(uint64_t nanoseconds) {
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+    const uint64_t start = global_nanoseconds();
+    while (global_nanoseconds() - start < nanoseconds) {
+    }
+}
 DEVICE void trap() { asm volatile("trap;"); }

@@ -35,52 +35,72 @@ DEVICE void expert_input_row(const Params& p, int row) {
     });
 }
 
-DEVICE int beats(float theirs, int their_id, float mine, int my_id) {
-    return theirs > mine || (theirs == mine && their_id < my_id) ? 1 : 0;
-}
+// Four experts of a lane: logits from the router's parts, then scores and selection scores.
+constexpr int QUADS = (cfg::EXPERTS / 4 + WARP - 1) / WARP;
 
-// F3-F5 for one row, by one warp: an expert's rank is the number of experts that beat it; ties go to the lower id.
+DEVICE bool has_quad(int quad) { return quad * WARP + lane_index() < cfg::EXPERTS / 4; }
+DEVICE int first_of_quad(int quad) { return (quad * WARP + lane_index()) * 4; }
+
+// F3-F5 for one row, by one warp: TOP_K times the best that is left; ties go to the lower id.
 DEVICE void route_row(const Params& p, int row) {
-    const uint32_t selection_at = cfg::ROUTE_AT, score_at = selection_at + cfg::EXPERTS * 4;
-    const uint32_t chosen_at = score_at + cfg::EXPERTS * 4;
-    for (int expert = lane_index(); expert < cfg::EXPERTS; expert += WARP) {
-        const float logit = sum_parts_one<Router>(p.router_partial, row, expert);
-        const float score = output_gate::sigmoid(logit * cfg::OUTPUT_MULTIPLIER);
-        global_store(p.router_logits + row * cfg::EXPERTS + expert, logit);
-        shared_store(score_at + expert * 4, score);
-        shared_store(selection_at + expert * 4, score + global_load(p.router_bias + expert));
-    }
-    warp_sync();
-    constexpr int MINE = (cfg::EXPERTS + WARP - 1) / WARP;  // experts of a lane: l, l + 32, ...
-    float mine[MINE];
-    int rank[MINE];
+    const uint32_t score_at = cfg::ROUTE_AT, chosen_at = score_at + cfg::EXPERTS * 4;
+    float selection[QUADS][4];
 #pragma unroll
-    for (int i = 0; i < MINE; ++i) {
-        const int expert = lane_index() + i * WARP;
-        mine[i] = expert < cfg::EXPERTS ? shared_load<float>(selection_at + expert * 4) : -infinity();
-        rank[i] = 0;
-    }
-#pragma unroll 1
-    for (int other = 0; other < cfg::EXPERTS; other += 4) {
-        const float4 theirs = shared_load<float4>(selection_at + other * 4);
+    for (int quad = 0; quad < QUADS; ++quad) {
 #pragma unroll
-        for (int i = 0; i < MINE; ++i) {
-            const int expert = lane_index() + i * WARP;
-            rank[i] += beats(theirs.x, other, mine[i], expert) + beats(theirs.y, other + 1, mine[i], expert) +
-                       beats(theirs.z, other + 2, mine[i], expert) + beats(theirs.w, other + 3, mine[i], expert);
-        }
-    }
+        for (int i = 0; i < 4; ++i) selection[quad][i] = -infinity();
+        if (!has_quad(quad)) continue;
+        const int first = first_of_quad(quad);
+        const float4 sum = sum_parts<Router>(p.router_partial, row, first);
+        const float4 bias = load_f32x4(p.router_bias + first);
+        global_store(reinterpret_cast<float4*>(p.router_logits + row * cfg::EXPERTS + first), sum);
+        const float logit[4] = {sum.x, sum.y, sum.z, sum.w}, shift[4] = {bias.x, bias.y, bias.z, bias.w};
 #pragma unroll
-    for (int i = 0; i < MINE; ++i) {
-        const int expert = lane_index() + i * WARP;
-        if (expert < cfg::EXPERTS && rank[i] < cfg::TOP_K) {
-            global_store(p.route_ids + row * cfg::TOP_K + rank[i], expert);
-            shared_store(chosen_at + rank[i] * 4, shared_load<float>(score_at + expert * 4));
+        for (int i = 0; i < 4; ++i) {
+            const float score = output_gate::sigmoid(logit[i] * cfg::OUTPUT_MULTIPLIER);
+            shared_store(score_at + (first + i) * 4, score);
+            selection[quad][i] = score + shift[i];
         }
     }
     warp_sync();
     float sum = 0.f;
-    for (int slot = 0; slot < cfg::TOP_K; ++slot) sum += shared_load<float>(chosen_at + slot * 4);
+    for (int slot = 0; slot < cfg::TOP_K; ++slot) {
+        float best = -infinity();
+        int id = cfg::EXPERTS;
+#pragma unroll
+        for (int quad = 0; quad < QUADS; ++quad) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (selection[quad][i] > best) {  // ids ascend: a tie keeps the lower one
+                    best = selection[quad][i];
+                    id = first_of_quad(quad) + i;
+                }
+            }
+        }
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) {
+            const float other = shuffle_xor(best, step);
+            const int other_id = shuffle_xor(id, step);
+            if (other > best || (other == best && other_id < id)) {
+                best = other;
+                id = other_id;
+            }
+        }
+#pragma unroll
+        for (int quad = 0; quad < QUADS; ++quad) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (first_of_quad(quad) + i == id) selection[quad][i] = -infinity();
+            }
+        }
+        const float score = shared_load<float>(score_at + id * 4);
+        sum += score;
+        if (lane_index() == 0) {
+            global_store(p.route_ids + row * cfg::TOP_K + slot, id);
+            shared_store(chosen_at + slot * 4, score);
+        }
+    }
+    warp_sync();
     const float scale = cfg::ROUTED_SCALING / (sum + 1e-15f);
     for (int slot = lane_index(); slot < cfg::TOP_K; slot += WARP) {
         global_store(p.route_weights + row * cfg::TOP_K + slot, shared_load<float>(chosen_at + slot * 4) * scale);

@@ -73,7 +73,7 @@ DEVICE float4 sum_parts(const float* partial, int row, int column) {
     const int parts = Geometry<G>::parts(block);
     const float* at = partial + ((block * G::PARTS) * cfg::ROW_CAP + row) * BLOCK_ROWS + column % BLOCK_ROWS;
     float4 sum = global_load(reinterpret_cast<const float4*>(at));
-#pragma unroll
+#pragma unroll 16
     for (int part = 1; part < G::PARTS; ++part) {
         if (part < parts) {
             const float4 more = global_load(reinterpret_cast<const float4*>(at + part * cfg::ROW_CAP * BLOCK_ROWS));
@@ -82,20 +82,6 @@ DEVICE float4 sum_parts(const float* partial, int row, int column) {
             sum.z += more.z;
             sum.w += more.w;
         }
-    }
-    return sum;
-}
-
-// The same for one output.
-template <class G>
-DEVICE float sum_parts_one(const float* partial, int row, int column) {
-    const int block = column / BLOCK_ROWS;
-    const int parts = Geometry<G>::parts(block);
-    const float* at = partial + ((block * G::PARTS) * cfg::ROW_CAP + row) * BLOCK_ROWS + column % BLOCK_ROWS;
-    float sum = global_load(at);
-#pragma unroll 16
-    for (int part = 1; part < G::PARTS; ++part) {
-        if (part < parts) sum += global_load(at + part * cfg::ROW_CAP * BLOCK_ROWS);
     }
     return sum;
 }

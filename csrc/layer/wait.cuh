@@ -8,9 +8,13 @@
 #include "instr/memory.cuh"
 #include "instr/warp.cuh"
 
-// The first thread of the GPU that gives up writes the record (words: see protocol.FaultRecord); all of them trap.
+// The first thread of the GPU that gives up writes the record (words: see protocol.FaultRecord); all of them trap. The
+// epoch word is of no further use and decides who is first: an exchange in device memory, for not every machine can do
+// one over PCIe. A trap ends all threads at once, so the others leave the first one time to write.
 DEVICE void give_up(const Params& p, uint32_t site, uint32_t expected, uint32_t seen) {
-    if (exchange_system(reinterpret_cast<uint32_t*>(p.fault_record), 1u) == 0u) {
+    constexpr uint32_t ABANDONED = 0xffffffffu;
+    constexpr uint64_t FLUSH_NS = 2000000, OTHERS_NS = 50000000;
+    if (exchange_system(p.epoch, ABANDONED) != ABANDONED) {
         store_system(p.fault_record + 1, static_cast<uint64_t>(p.rank));
         store_system(p.fault_record + 2, static_cast<uint64_t>(cta_index()));
         store_system(p.fault_record + 3, static_cast<uint64_t>(site));
@@ -18,6 +22,9 @@ DEVICE void give_up(const Params& p, uint32_t site, uint32_t expected, uint32_t 
         store_system(p.fault_record + 5, static_cast<uint64_t>(seen));
         store_system(p.fault_record + 6, static_cast<uint64_t>(p.launch));
         store_system(p.fault_record + 7, protocol::RECORD_COMPLETE);
+        linger(FLUSH_NS);
+    } else {
+        linger(OTHERS_NS);
     }
     trap();
 }
