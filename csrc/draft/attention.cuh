@@ -32,28 +32,26 @@ struct Range {
     }
 };
 
-// Where this lane's share of a key and its value lies.
-struct Source {
-    enum Kind { NOWHERE, CONTEXT, BLOCK };
-    int unit;  // of eight elements
-    int kind;
+// Where a key lies: a slot of the cache (>= 0), row r of the block (-2 - r), or nowhere (-1): of a key that nobody sees,
+// zeros stand in, so that no stale slot is ever read.
+DEVICE int place_of(const Params& p, const Range& range, int index) {
+    if (index < range.first || index >= range.end) return -1;
+    return index < range.length ? global_load(p.page_table + index) : -2 - (index - range.length);
+}
 
-    DEVICE Source(const Params& p, const Range& range, int index, int kv_head) : unit(0), kind(NOWHERE) {
-        if (index < range.first || index >= range.end) return;
-        const int slot = index < range.length ? global_load(p.page_table + index) : index - range.length;
-        kind = index < range.length ? CONTEXT : BLOCK;
-        unit = (slot * cfg::KV_HEADS + kv_head) * (cfg::HEAD_DIM / 8) + lane_index() % 4;
-    }
-    // Dimensions 32 slice + 8 t .. of it, from the cache or from the block's rows.
-    DEVICE uint4 load(const uint16_t* cache, const uint16_t* rows, int slice) const {
-        if (kind == NOWHERE) return uint4{0u, 0u, 0u, 0u};
-        return global_load(reinterpret_cast<const uint4*>(kind == CONTEXT ? cache : rows) + unit + 4 * slice);
-    }
-};
+// This lane's dimensions of a key or a value: 32 slice + 8 t .., from the cache or from the block's rows.
+DEVICE uint4 load_slice(const uint16_t* cache, const uint16_t* rows, int place, int kv_head, int slice) {
+    if (place == -1) return uint4{0u, 0u, 0u, 0u};
+    const int line = (place >= 0 ? place : -2 - place) * cfg::KV_HEADS + kv_head;
+    const int unit = line * (cfg::HEAD_DIM / 8) + lane_index() % 4 + 4 * slice;
+    return global_load(reinterpret_cast<const uint4*>(place >= 0 ? cache : rows) + unit);
+}
 
 // One warp: queries of tile `tile` against split `split` of KV head `kv_head`; half `side` of the values' dimensions.
 DEVICE void run_unit(const Params& p, const Range& range, int split, int kv_head, int tile, int side) {
     const int g = lane_index() / 4, t = lane_index() % 4;
+    const int split_first = (range.first_split() + split) * cfg::KV_SPLIT;
+    int ahead = place_of(p, range, split_first + lane_index() % KEYS);  // of the next chunk's keys, one per lane
     int row[2], head[2];
     uint4 query[2][SLICES] = {};
 #pragma unroll
@@ -72,12 +70,22 @@ DEVICE void run_unit(const Params& p, const Range& range, int split, int kv_head
     float out[4 * SIDE_SLICES][4];
     clear(out);
     float highest[2] = {-infinity(), -infinity()}, total[2] = {0.f, 0.f};
-    const int split_first = (range.first_split() + split) * cfg::KV_SPLIT;
     const int split_end = split_first + cfg::KV_SPLIT < range.end ? split_first + cfg::KV_SPLIT : range.end;
 
     for (int first = split_first; first < split_end; first += KEYS) {
-        // Lane g looks after keys g and g + 8; keys nobody sees are zeros, so that no stale slot is ever read.
-        Source source[2] = {Source(p, range, first + g, kv_head), Source(p, range, first + 8 + g, kv_head)};
+        // Lane g looks after keys g and g + 8. Values are asked for first: they arrive while the scores are made.
+        const uint32_t here = static_cast<uint32_t>(ahead);
+        ahead = place_of(p, range, first + KEYS + lane_index() % KEYS);
+        const int place[2] = {static_cast<int>(shuffle(here, g)), static_cast<int>(shuffle(here, 8 + g))};
+        uint4 value[2][SIDE_SLICES];
+#pragma unroll
+        for (int block = 0; block < 2; ++block) {
+#pragma unroll
+            for (int slice = 0; slice < SIDE_SLICES; ++slice) {
+                value[block][slice] =
+                    load_slice(p.value_cache, p.block_values, place[block], kv_head, side * SIDE_SLICES + slice);
+            }
+        }
         float score[2][4];
         clear(score);
 #pragma unroll
@@ -85,7 +93,7 @@ DEVICE void run_unit(const Params& p, const Range& range, int split, int kv_head
             warp_sync();  // keeps the second block's loads from being hoisted above the first's: registers are short
 #pragma unroll
             for (int slice = 0; slice < SLICES; ++slice) {
-                const uint4 k = source[block].load(p.key_cache, p.block_keys, slice);
+                const uint4 k = load_slice(p.key_cache, p.block_keys, place[block], kv_head, slice);
                 const uint4 low = query[0][slice], high = query[1][slice];
                 mma_bf16(score[block], low.x, high.x, low.y, high.y, k.x, k.y);
                 mma_bf16(score[block], low.z, high.z, low.w, high.w, k.z, k.w);
@@ -138,8 +146,7 @@ DEVICE void run_unit(const Params& p, const Range& range, int split, int kv_head
         const uint32_t a2 = pack_bf16x2(score[1][0], score[1][1]), a3 = pack_bf16x2(score[1][2], score[1][3]);
 #pragma unroll
         for (int slice = 0; slice < SIDE_SLICES; ++slice) {
-            const uint4 v0 = source[0].load(p.value_cache, p.block_values, side * SIDE_SLICES + slice);
-            const uint4 v1 = source[1].load(p.value_cache, p.block_values, side * SIDE_SLICES + slice);
+            const uint4 v0 = value[0][slice], v1 = value[1][slice];
             mma_bf16(out[slice * 4 + 0], a0, a1, a2, a3, transpose_8x8(v0.x), transpose_8x8(v1.x));
             mma_bf16(out[slice * 4 + 1], a0, a1, a2, a3, transpose_8x8(v0.y), transpose_8x8(v1.y));
             mma_bf16(out[slice * 4 + 2], a0, a1, a2, a3, transpose_8x8(v0.z), transpose_8x8(v1.z));
@@ -191,22 +198,36 @@ DEVICE void merge_unit(const Params& p, const Range& range, int row, int head) {
     const int64_t at = static_cast<int64_t>(row * cfg::HEADS + head) * cfg::MAX_SPLITS;
     const float2* state = reinterpret_cast<const float2*>(p.attention_state) + at;
     const float* sums = p.attention_sums + at * cfg::HEAD_DIM + 4 * lane_index();
+    // Lane l looks after the states of splits l, l + 32, ...
+    constexpr int TURNS = (cfg::MAX_SPLITS + WARP - 1) / WARP;
     const int splits = range.splits();
+    float2 mine[TURNS];
     float top = -infinity();
-    for (int split = 0; split < splits; ++split) {
-        const float highest = global_load(state + split).x;
-        top = highest > top ? highest : top;
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+        const int split = turn * WARP + lane_index();
+        mine[turn] = split < splits ? global_load(state + split) : float2{-infinity(), 0.f};
+        top = mine[turn].x > top ? mine[turn].x : top;
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+        const float other = shuffle_xor(top, step);
+        top = other > top ? other : top;
     }
     float total = 0.f;
     float4 o{0.f, 0.f, 0.f, 0.f};
-#pragma unroll 4
-    for (int split = 0; split < splits; ++split) {
-        const float2 part = global_load(state + split);
-        const float4 sum =
-            global_load(reinterpret_cast<const float4*>(sums + static_cast<int64_t>(split) * cfg::HEAD_DIM));
-        const float weight = part.x == -infinity() ? 0.f : exponential_base2(part.x - top);
-        total += part.y * weight;
-        o = float4{o.x + sum.x * weight, o.y + sum.y * weight, o.z + sum.z * weight, o.w + sum.w * weight};
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+        const float share = mine[turn].x == -infinity() ? 0.f : exponential_base2(mine[turn].x - top);
+        const int here = splits - turn * WARP < WARP ? splits - turn * WARP : WARP;
+#pragma unroll 8
+        for (int i = 0; i < here; ++i) {
+            const int64_t split = turn * WARP + i;
+            const float4 sum = global_load(reinterpret_cast<const float4*>(sums + split * cfg::HEAD_DIM));
+            const float weight = bits_float(shuffle(float_bits(share), i));
+            total += bits_float(shuffle(float_bits(mine[turn].y), i)) * weight;
+            o = float4{o.x + sum.x * weight, o.y + sum.y * weight, o.z + sum.z * weight, o.w + sum.w * weight};
+        }
     }
     uint16_t* out = p.attended + (row * cfg::HEADS + head) * cfg::HEAD_DIM + 4 * lane_index();
     global_store(reinterpret_cast<uint2*>(out),

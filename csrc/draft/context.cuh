@@ -49,8 +49,8 @@ DEVICE void context(const Params& p) {
     Ring ring;
     if (warp == WEIGHT_LOADER) {
         const uint64_t policy = eviction_policy(Keep::first_out);
-        load_weights<Fusion>(p, ring, p.fusion, policy);
-        for (int layer = 0; layer < cfg::LAYERS; ++layer) load_weights<ContextKv>(p, ring, p.context_kv[layer], policy);
+        load_product<Fusion>(p, ring, p.fusion, policy);
+        for (int layer = 0; layer < cfg::LAYERS; ++layer) load_product<ContextKv>(p, ring, p.context_kv[layer], policy);
         return;
     }
     const uint32_t epoch = begin_epoch(p);
@@ -62,17 +62,12 @@ DEVICE void context(const Params& p) {
         for (int layer = 0; layer < cfg::LAYERS; ++layer) load_tokens<ContextKv>(p, ring, p.context, policy);
         return;
     }
-    run_dense_to<Fusion>(p, ring, p.fusion_partial, Counter::FUSION);
+    run_product_to<Fusion>(p, ring, p.fusion_partial, Counter::FUSION);
     convolution::for_owned_rows(
         p, Counter::CONTEXT, [&] { wait_counter_math(p, Counter::FUSION, epoch); },
         [&](int row) { context_row(p, row); });
     for (int layer = 0; layer < cfg::LAYERS; ++layer) {
-        float* partial = p.context_partial + layer * CONTEXT_PARTIAL;
-        run_dense<ContextKv>(p, ring, [&](const DenseTask& task, int, int row, int weight_row, float sum) {
-            global_store(partial + ((task.block * ContextKv::PARTS + task.part) * cfg::ROW_CAP + row) * BLOCK_ROWS +
-                             weight_row % BLOCK_ROWS,
-                         sum);
-        });
+        run_parts<ContextKv>(p, ring, p.context_partial + layer * CONTEXT_PARTIAL);
     }
     arrive_math(p, Counter::CONTEXT_KV);
     store_context(p, epoch);

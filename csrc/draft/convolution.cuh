@@ -22,18 +22,19 @@ DEVICE float dynamic_tap(const float* partial, int row, Side side, int tap, int 
     return round_bf16(sum);
 }
 
-// base: bf16 [side, tap, HIDDEN].
-DEVICE float4 tap_coefficients(const float* partial, const uint16_t* base, int row, Side side, int tap, int column) {
-    const float4 b = load_bf16x4(base + (side * 2 + tap) * cfg::HIDDEN + column);
-    const float d = dynamic_tap(partial, row, side, tap, column);
-    return float4{b.x + d, b.y + d, b.z + d, b.w + d};
+// (base_0 + d_0) x + (base_1 + d_1) previous; base: bf16 [side, tap, HIDDEN].
+DEVICE float4 convolve(const uint16_t* base, Side side, int column, float d0, float d1, const float4& x,
+                       const float4& previous) {
+    const float4 b0 = load_bf16x4(base + side * 2 * cfg::HIDDEN + column);
+    const float4 b1 = load_bf16x4(base + (side * 2 + 1) * cfg::HIDDEN + column);
+    const float4 a = times(float4{b0.x + d0, b0.y + d0, b0.z + d0, b0.w + d0}, x);
+    const float4 b = times(float4{b1.x + d1, b1.y + d1, b1.z + d1, b1.w + d1}, previous);
+    return round_bf16(float4{a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w});
 }
 
-DEVICE float4 convolve(const float* partial, const uint16_t* base, int row, Side side, int column, const float4& x,
-                       const float4& previous) {
-    const float4 a = times(tap_coefficients(partial, base, row, side, 0, column), x);
-    const float4 b = times(tap_coefficients(partial, base, row, side, 1, column), previous);
-    return round_bf16(float4{a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w});
+// Output side's D of one row, f32 [tap, group]: summed once, beside the input side, for the row operation that waits.
+DEVICE float* output_tap(const Params& p, int row, int tap, int column) {
+    return p.output_taps + (row * 2 + tap) * GROUPS + column / cfg::CONV_GROUP;
 }
 
 // B3: all CTAs share the rows' columns.
@@ -46,16 +47,21 @@ DEVICE void run_input_side(const Params& p, const uint16_t* x, const float* part
         const int row = i / QUADS, column = i % QUADS * 4;
         const uint16_t* at = x + row * cfg::HIDDEN + column;
         const float4 previous = row > 0 ? load_bf16x4(at - cfg::HIDDEN) : float4{0.f, 0.f, 0.f, 0.f};
+        const float d0 = dynamic_tap(partial, row, INPUT, 0, column), d1 = dynamic_tap(partial, row, INPUT, 1, column);
         store_bf16x4(p.convolved + row * cfg::HIDDEN + column,
-                     convolve(partial, base, row, INPUT, column, load_bf16x4(at), previous));
+                     convolve(base, INPUT, column, d0, d1, load_bf16x4(at), previous));
+        if (column % cfg::CONV_GROUP == 0) {
+            global_store(output_tap(p, row, 0, column), dynamic_tap(partial, row, OUTPUT, 0, column));
+            global_store(output_tap(p, row, 1, column), dynamic_tap(partial, row, OUTPUT, 1, column));
+        }
     }
     arrive_math(p, done);
 }
 
 // B7, B8 or the end of B10, B11: the sublayer's output into the residual, and the norm of what follows.
 template <class G>
-DEVICE void residual_row(const Params& p, int row, const float* output, const float* partial, const uint16_t* base,
-                         const uint16_t* norm, uint16_t* normed) {
+DEVICE void residual_row(const Params& p, int row, const float* output, const uint16_t* base, const uint16_t* norm,
+                         uint16_t* normed) {
     uint16_t* residual = p.residual + row * cfg::HIDDEN;
     float squares = 0.f;
     // Two column groups at a time; the new residual is read back, as registers do not hold a row beside the parts.
@@ -64,7 +70,8 @@ DEVICE void residual_row(const Params& p, int row, const float* output, const fl
         const float4 y = round_bf16(sum_parts<G>(output, row, column));
         const float4 previous =
             row > 0 ? round_bf16(sum_parts<G>(output, row - 1, column)) : float4{0.f, 0.f, 0.f, 0.f};
-        const float4 branch = convolve(partial, base, row, OUTPUT, column, y, previous);
+        const float d0 = global_load(output_tap(p, row, 0, column)), d1 = global_load(output_tap(p, row, 1, column));
+        const float4 branch = convolve(base, OUTPUT, column, d0, d1, y, previous);
         const float4 s = load_bf16x4(residual + column);
         const float4 h = round_bf16(float4{s.x + branch.x, s.y + branch.y, s.z + branch.z, s.w + branch.w});
         store_bf16x4(residual + column, h);

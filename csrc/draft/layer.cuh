@@ -3,7 +3,8 @@
 #include "attention.cuh"
 #include "convolution.cuh"
 #include "heads.cuh"
-#include "layer/load.cuh"
+#include "layer/trace.cuh"
+#include "product.cuh"
 #include "step/launch.cuh"
 
 namespace draft {
@@ -38,12 +39,13 @@ DEVICE void activate(const Params& p, uint32_t epoch) {
 DEVICE void layer_weights(const Params& p) {
     const uint64_t policy = eviction_policy(Keep::first_out);
     Ring ring;
-    load_weights<ConvTaps>(p, ring, p.attention_projection, policy);
-    load_weights<Qkv>(p, ring, p.qkv, policy);
-    load_weights<Output>(p, ring, p.output, policy);
-    load_weights<ConvTaps>(p, ring, p.mlp_projection, policy);
-    load_weights<GateUp>(p, ring, p.gate_up, policy);
-    load_weights<Down>(p, ring, p.down, policy);
+    mark(p, Point::START);
+    load_product<ConvTaps>(p, ring, p.attention_projection, policy);
+    load_product<Qkv>(p, ring, p.qkv, policy);
+    load_product<Output>(p, ring, p.output, policy);
+    load_product<ConvTaps>(p, ring, p.mlp_projection, policy);
+    load_product<GateUp>(p, ring, p.gate_up, policy);
+    load_product<Down>(p, ring, p.down, policy);
 }
 
 DEVICE void layer_tokens(const Params& p, uint32_t epoch) {
@@ -68,36 +70,51 @@ DEVICE void layer_tokens(const Params& p, uint32_t epoch) {
 DEVICE void layer_math(const Params& p, uint32_t epoch) {
     using protocol::Counter;
     Ring ring;
+    mark(p, Point::INPUTS_READY);
     convolution::for_owned_rows(
         p, Counter::EMBEDDED, [] {},
         [&](int row) {
             if (p.is_first != 0) convolution::embed_row(p, row);
         });
-    run_dense_to<ConvTaps>(p, ring, p.attention_taps, Counter::ATTENTION_TAPS);
+    run_product_to<ConvTaps>(p, ring, p.attention_taps, Counter::ATTENTION_TAPS);
+    mark(p, Point::ATTENTION_TAPS);
     convolution::run_input_side(p, p.input, p.attention_taps, p.attention_base, Counter::ATTENTION_TAPS,
                                 Counter::CONVOLVED, epoch);
-    run_dense_to<Qkv>(p, ring, p.qkv_partial, Counter::QKV);
+    mark(p, Point::CONVOLVED);
+    run_product_to<Qkv>(p, ring, p.qkv_partial, Counter::QKV);
+    mark(p, Point::QKV);
     heads::run(p, epoch);
+    mark(p, Point::HEADS_READY);
     attention::run(p, epoch);
+    mark(p, Point::ATTENTION);
     attention::merge(p, epoch);
-    run_dense_to<Output>(p, ring, p.output_partial, Counter::OUTPUT);
+    mark(p, Point::ATTENDED);
+    run_product_to<Output>(p, ring, p.output_partial, Counter::OUTPUT);
+    mark(p, Point::OUTPUT);
     convolution::for_owned_rows(
         p, Counter::AFTER_ATTENTION, [&] { wait_counter_math(p, Counter::OUTPUT, epoch); },
         [&](int row) {
-            convolution::residual_row<Output>(p, row, p.output_partial, p.attention_taps, p.attention_base,
-                                              p.post_attention_norm, p.mlp_input);
+            convolution::residual_row<Output>(p, row, p.output_partial, p.attention_base, p.post_attention_norm,
+                                              p.mlp_input);
         });
-    run_dense_to<ConvTaps>(p, ring, p.mlp_taps, Counter::MLP_TAPS);
+    mark(p, Point::AFTER_ATTENTION);
+    run_product_to<ConvTaps>(p, ring, p.mlp_taps, Counter::MLP_TAPS);
+    mark(p, Point::MLP_TAPS);
     convolution::run_input_side(p, p.mlp_input, p.mlp_taps, p.mlp_base, Counter::MLP_TAPS, Counter::MLP_CONVOLVED,
                                 epoch);
-    run_dense_to<GateUp>(p, ring, p.gate_up_partial, Counter::GATE_UP);
+    mark(p, Point::MLP_CONVOLVED);
+    run_product_to<GateUp>(p, ring, p.gate_up_partial, Counter::GATE_UP);
+    mark(p, Point::GATE_UP);
     activate(p, epoch);
-    run_dense_to<Down>(p, ring, p.down_partial, Counter::DOWN);
+    mark(p, Point::ACTIVATED);
+    run_product_to<Down>(p, ring, p.down_partial, Counter::DOWN);
+    mark(p, Point::DOWN);
     convolution::for_owned_rows(
         p, Counter::AFTER_MLP, [&] { wait_counter_math(p, Counter::DOWN, epoch); },
         [&](int row) {
-            convolution::residual_row<Down>(p, row, p.down_partial, p.mlp_taps, p.mlp_base, p.next_norm, p.input);
+            convolution::residual_row<Down>(p, row, p.down_partial, p.mlp_base, p.next_norm, p.input);
         });
+    mark(p, Point::AFTER_MLP);
     launch::end_epoch(p, epoch);  // CTA 0 owns row 0, so it has seen every CTA's arrival at DOWN
 }
 

@@ -12,8 +12,8 @@ DEVICE void head(const Params& p) {
     Ring ring;
     if (warp == WEIGHT_LOADER) {
         const uint64_t policy = eviction_policy(Keep::first_out);
-        load_weights<SelectorState>(p, ring, p.hidden_projection, policy);
-        load_weights<LmHead>(p, ring, p.lm_head, policy);
+        load_product<SelectorState>(p, ring, p.hidden_projection, policy);
+        load_product<LmHead>(p, ring, p.lm_head, policy);
         return;
     }
     const uint32_t epoch = begin_epoch(p);
@@ -25,7 +25,7 @@ DEVICE void head(const Params& p) {
         load_tokens<LmHead>(p, ring, rows, policy);
         return;
     }
-    run_dense_to<SelectorState>(p, ring, p.selector_partial, Counter::SELECTOR_STATE);
+    run_product_to<SelectorState>(p, ring, p.selector_partial, Counter::SELECTOR_STATE);
     selector::run_scores(p, ring);
     convolution::for_owned_rows(
         p, Counter::CHOSEN, [&] { wait_counter_math(p, Counter::SCORES, epoch); },

@@ -1,7 +1,7 @@
 // Section 7.3: candidates of each slot, the lattice, and the walk. Slot s is row s of this launch, row s + 1 of the
 // block.
 #pragma once
-#include "draft/products.cuh"
+#include "draft/product.cuh"
 #include "layer/row.cuh"
 #include "philox.cuh"
 #include "request.cuh"
@@ -19,7 +19,7 @@ static_assert(cfg::RANK % 4 == 0, "codebook rows are read four elements at a tim
 // Scores of the head, rounded to bf16, into each warp's lists; the lists go to memory.
 DEVICE void run_scores(const Params& p, Ring& ring) {
     List best[ROW_TURNS];
-    run_dense<LmHead>(p, ring, [&](const DenseTask&, int turn, int, int id, float score) {
+    run_product<LmHead>(p, ring, [&](const DenseTask&, int turn, int, int id, float score) {
         best[turn].offer(round_bf16(score), id);
     });
 #pragma unroll

@@ -7,14 +7,18 @@ from typing import ClassVar
 from sgl_muse_mega.config import DraftConfig
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel import draft_protocol
-from sgl_muse_mega.megakernel.instance import HOPPER_SHARED_BYTES, WARP, Dense, padded_rows
+from sgl_muse_mega.megakernel.instance import BLOCK_ROWS, HOPPER_SHARED_BYTES, WARP, Dense, padded_rows
 
 _LOG2_E = 1.4426950408889634
 _TABLE_BYTES = 512  # barriers, epoch, row sums
 
 
-def _chunk(k: int) -> int:
-    return next((c for c in (256, 128, 64) if k % c == 0), 0)
+LARGEST_CHUNK = 256  # inputs
+
+
+def chunk_of(k: int, largest: int) -> int:
+    """Inputs of a weight chunk of a matrix with k inputs; 0 where none divides."""
+    return next((c for c in (256, 128, 64) if c <= largest and k % c == 0), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,8 @@ class DraftInstance:
     sms: int
     math_warps: int = 8
     kv_split: int = 64
+    ahead: int = 0  # chunks of a product that are asked into L2 behind those in the ring
+    trace: bool = False
 
     @classmethod
     def for_config(cls, config: DraftConfig, embedding_eps: float, *, row_cap: int, sms: int) -> "DraftInstance":
@@ -115,7 +121,10 @@ class DraftInstance:
             "SELECTOR": (self.rank, self.hidden),
             "LM_HEAD": (self.vocab, self.hidden),
         }
-        return {name: Dense(n, k, _chunk(k), self.sms, whole_k=name == "LM_HEAD") for name, (n, k) in shapes.items()}
+        return {
+            name: Dense(n, k, chunk_of(k, LARGEST_CHUNK), self.sms, whole_k=name == "LM_HEAD")
+            for name, (n, k) in shapes.items()
+        }
 
     @property
     def max_splits(self) -> int:
@@ -134,7 +143,7 @@ class DraftInstance:
 
     @property
     def stage_weight_bytes(self) -> int:
-        return _round_up(max(d.stage_bytes for d in self.products.values()), 128)
+        return max(BLOCK_ROWS * d.chunk * 2 for d in self.products.values())
 
     @property
     def stage_bytes(self) -> int:
@@ -174,7 +183,7 @@ class DraftInstance:
             "HEAD_DIM": self.head_dim, "INTER": self.inter, "LAYERS": self.layers, "TAPS": self.taps,
             "VOCAB": self.vocab, "RANK": self.rank, "SELECTOR_K": self.selector_k, "CONV_GROUP": self.conv_group,
             "WINDOW": self.window, "MASK_TOKEN": self.mask_token, "KV_SPLIT": self.kv_split,
-            "MAX_SPLITS": self.max_splits, "STAGES": self.stages,
+            "MAX_SPLITS": self.max_splits, "STAGES": self.stages, "AHEAD": self.ahead,
         }  # fmt: skip
         for name, dense in self.products.items():
             integers[f"{name}_CHUNK"] = dense.chunk
@@ -185,7 +194,7 @@ class DraftInstance:
             "OUTPUT_MULTIPLIER": self.output_multiplier, "SOFTCAP": self.softcap,
             "SCORE_SCALE_LOG2": self.head_dim**-0.5 * _LOG2_E,
         }  # fmt: skip
-        flags = {"CAUSAL": self.causal, "NORMED_EMBEDDING": self.normed_embedding, "TRACE": False}
+        flags = {"CAUSAL": self.causal, "NORMED_EMBEDDING": self.normed_embedding, "TRACE": self.trace}
         return draft_protocol.header(
             draft_protocol.DRAFT_COUNTERS, {"int": integers, "uint32_t": offsets, "float": floats, "bool": flags}
         )

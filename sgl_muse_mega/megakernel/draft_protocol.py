@@ -48,6 +48,12 @@ SITES: tuple[tuple[str, str], ...] = (
     ("RING_FULL", "a loaded stage of its own ring"),
 )
 
+# Points of a draft layer's timeline (csrc/layer/trace.cuh).
+POINTS: tuple[str, ...] = (
+    "START", "INPUTS_READY", "ATTENTION_TAPS", "CONVOLVED", "QKV", "HEADS_READY", "ATTENTION", "ATTENDED", "OUTPUT",
+    "AFTER_ATTENTION", "MLP_TAPS", "MLP_CONVOLVED", "GATE_UP", "ACTIVATED", "DOWN", "AFTER_MLP",
+)  # fmt: skip
+
 # Words of `request`, int64: what one sequence asks for. Floats are the bits of a float32.
 REQUEST: tuple[str, ...] = (
     "GREEDY", "TEMPERATURE", "TOP_P", "MIN_P", "TOP_K", "SEED", "MAX_NEW_TOKENS", "MAX_CONTEXT", "STOP_COUNT",
@@ -80,7 +86,8 @@ PARAMETERS: tuple[tuple[str, str, int], ...] = tuple(
         ("mlp_projection", "const void*"), ("mlp_base", "const uint16_t*"), ("gate_up", "const void*"),
         ("down", "const void*"), ("next_norm", "const uint16_t*"), ("key_cache", "const uint16_t*"),
         ("value_cache", "const uint16_t*"),
-        ("residual", "uint16_t*"), ("input", "uint16_t*"), ("attention_taps", "float*"), ("convolved", "uint16_t*"),
+        ("residual", "uint16_t*"), ("input", "uint16_t*"), ("attention_taps", "float*"),
+        ("output_taps", "float*"), ("convolved", "uint16_t*"),
         ("qkv_partial", "float*"), ("query", "uint16_t*"), ("block_keys", "uint16_t*"), ("block_values", "uint16_t*"),
         ("attention_sums", "float*"), ("attention_state", "float*"), ("attended", "uint16_t*"),
         ("output_partial", "float*"), ("mlp_input", "uint16_t*"), ("mlp_taps", "float*"),
@@ -98,7 +105,7 @@ PARAMETERS: tuple[tuple[str, str, int], ...] = tuple(
         # accept
         ("logits", "const float*"), ("greedy_ids", "const int64_t*"), ("full_slots", "int64_t*"),
         ("sliding_slots", "int64_t*"), ("full_pages", "const int32_t*"), ("sliding_pages", "const int32_t*"),
-        ("verdicts", "int64_t*"), ("outputs", "uint64_t*"),
+        ("verdicts", "int64_t*"), ("outputs", "uint64_t*"), ("trace", "uint64_t*"),
         # numbers
         ("rows", "int32_t"), ("is_first", "int32_t"), ("rank", "int32_t"), ("launch", "int32_t"),
     )
@@ -146,6 +153,8 @@ struct Params {{
 namespace protocol {{
 enum class Counter : uint32_t {{ {", ".join(c.name for c in counters)} }};
 enum class Site : uint32_t {{ {sites} }};
+enum class Point : int {{ {", ".join(POINTS)} }};
+constexpr int POINTS = {len(POINTS)};
 enum class Request : int {{ {", ".join(REQUEST)}, STOPS }};
 enum State : int {{ {", ".join(STATE)} }};
 enum class Output : int {{ {", ".join(OUTPUT)}, TOKENS }};

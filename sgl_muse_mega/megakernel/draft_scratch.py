@@ -17,6 +17,7 @@ class DraftActivations:
     residual: Tensor  # bf16 [row_cap, H]
     input: Tensor  # bf16 [row_cap, H]: B1 of the next layer, or the final norm
     attention_taps: Tensor  # f32 parts of B2
+    output_taps: Tensor  # f32 [row_cap, 2 taps, groups]: D of the output side, of the sublayer under way
     convolved: Tensor  # bf16 [row_cap, H]
     qkv_partial: Tensor
     query: Tensor  # bf16 [row_cap, heads, d]
@@ -51,6 +52,7 @@ class DraftActivations:
             "residual": (bf16, (t, i.hidden)),
             "input": (bf16, (t, i.hidden)),
             "attention_taps": (f32, partial["CONV_TAPS"]),
+            "output_taps": (f32, (t, 2, i.hidden // i.conv_group)),
             "convolved": (bf16, (t, i.hidden)),
             "qkv_partial": (f32, partial["QKV"]),
             "query": (bf16, (t, i.heads, i.head_dim)),

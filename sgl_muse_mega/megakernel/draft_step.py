@@ -13,6 +13,7 @@ from sgl_muse_mega.megakernel.draft_instance import DraftInstance
 from sgl_muse_mega.megakernel.draft_protocol import FIRST_LAUNCH, DraftParams
 from sgl_muse_mega.megakernel.draft_scratch import DecodeState, DraftActivations, KernelControl
 from sgl_muse_mega.megakernel.draft_weights import KernelDraft, KernelDraftLayer, check_draft
+from sgl_muse_mega.megakernel.instance import BLOCK_ROWS
 from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.scratch import StepInputs
 from sgl_muse_mega.megakernel.tensors import Spec, check
@@ -48,6 +49,9 @@ class DraftStep:
         check_draft(config, weights, device)
         taps_shape = (row_cap, len(config.target_layer_ids), config.hidden_size)
         check([(Spec("taps", taps_shape, torch.bfloat16), taps)], device, "the taps")
+        # Times of the last layer launch, int64 ns [CTAs, warps, points] (csrc/layer/trace.cuh).
+        shape = (machine.sms, self.instance.threads // 32, len(draft_protocol.POINTS)) if self.instance.trace else (0,)
+        self.trace = torch.zeros(shape, dtype=torch.int64, device=device)
         self.module = machine.load(self.instance, progress)
         self.control = {
             kernel: KernelControl.allocate(draft_protocol.DRAFT_COUNTERS, machine.sms, row_cap, device, first_epoch)
@@ -113,7 +117,7 @@ class DraftStep:
         params.fusion, params.hidden_norm = self.weights.fusion.data_ptr(), self.weights.hidden_norm.data_ptr()
         params.taps = self.taps.data_ptr()
         for index, layer in enumerate(self.weights.layers):
-            params.context_kv[index] = layer.qkv[c.num_attention_heads * c.head_dim :].data_ptr()
+            params.context_kv[index] = layer.qkv[c.num_attention_heads * c.head_dim // BLOCK_ROWS :].data_ptr()
             params.context_key_norm[index] = layer.key_norm.data_ptr()
             params.context_key_cache[index], params.context_value_cache[index] = (
                 cache.data_ptr() for cache in self.caches[index]
@@ -153,5 +157,6 @@ class DraftStep:
         params.page_table, params.rope = self.pages.data_ptr(), self.rope.data_ptr()
         params.fault_record = self.machine.fault_record.data_ptr()
         params.deadline_ns = self.machine.deadline_ns
+        params.trace = self.trace.data_ptr() or None
         params.rows, params.launch = rows, FIRST_LAUNCH + launch
         return params

@@ -8,6 +8,7 @@ from sgl_muse_mega.emulator.machine import PLAIN, racing
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.draft_instance import DraftInstance
 from sgl_muse_mega.megakernel.draft_protocol import STATE
+from sgl_muse_mega.megakernel.draft_weights import fragment_order
 from sgl_muse_mega.reference.selector import walk_greedy, walk_sampled
 from sgl_muse_mega.speculative.philox import Purpose, uniform
 
@@ -73,18 +74,18 @@ def test_head_and_walk(case: DraftCase, temperature: float) -> None:
 
 
 def test_ties_go_to_the_lower_id(case: DraftCase) -> None:
-    head = case.step.weights.lm_head
+    head, reference = case.step.weights.lm_head, case.reference.lm_head
     kept = head.clone()
     try:
-        head[200:] = head[:120]  # every score of the first 120 ids occurs twice
-        case.reference.lm_head = head.double()
+        head[2:4] = head[:2]  # blocks of 64 ids: every score of the first 128 occurs twice
+        case.reference.lm_head = torch.cat((reference[:128], reference[:128], reference[256:]))
         case.request()
         ours = propose(case, 30, 8, anchor=2)
         expected = case.reference.candidates(ours, 2)
         assert torch.equal(case.step.activations.candidates[:7], expected.candidates)
     finally:
         head.copy_(kept)
-        case.reference.lm_head = head.double()
+        case.reference.lm_head = reference
 
 
 @pytest.mark.parametrize("committed", [0, 1, 8])
@@ -117,6 +118,22 @@ def test_any_schedule_gives_the_same_bits(case: DraftCase) -> None:
         propose(case, 120, 5, anchor=9, schedule=racing(seed))
         assert torch.equal(case.inputs.token_ids[1:5], expected[0])
         assert torch.equal(case.step.activations.lattice[:4], expected[1])
+
+
+def test_fragment_order() -> None:
+    """Every element where product.cuh looks for it, element by element."""
+    rows, k = 70, 512
+    weight = torch.arange(rows * k, dtype=torch.float64).view(rows, k)
+    packed = fragment_order(weight).view(2, 2, 4, 8, 2, 32, 8)  # block, chunk, tile, step, half, lane, input
+    for row, column in [(0, 0), (69, 511), (17, 300), (63, 31), (64, 256), (9, 77)]:
+        block, local = divmod(row, 64)
+        tile, in_tile = divmod(local, 16)
+        half, g = divmod(in_tile, 8)
+        chunk, inside = divmod(column, 256)
+        step, in_step = divmod(inside, 32)
+        t, place = divmod(in_step, 8)
+        assert packed[block, chunk, tile, step, half, 4 * g + t, place] == weight[row, column]
+    assert int((packed != 0).sum()) == rows * k - 1
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:

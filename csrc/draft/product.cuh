@@ -1,0 +1,118 @@
+// Dense products over weights in fragment order: what a lane feeds to one mma lies together, so a chunk of 64 rows is
+// one contiguous copy, and reading it from shared memory touches every bank once without padding.
+// Order in memory: block of 64 rows, chunk, m16 tile, step of 32 inputs, half (rows g, rows g + 8), lane, 8 inputs.
+// Lane 4 g + t has inputs 8 t .. 8 t + 7 of the step. Sums are made in the order of layer/gemm.cuh.
+#pragma once
+#include "layer/gemm.cuh"
+#include "layer/load.cuh"
+#include "products.cuh"
+
+template <class G>
+constexpr int CHUNK_BYTES = BLOCK_ROWS * G::CHUNK * 2;
+
+template <class G>
+DEVICE const char* chunk_address(const void* weights, const DenseTask& task, int chunk) {
+    return static_cast<const char*>(weights) +
+           (static_cast<int64_t>(task.block) * Geometry<G>::CHUNKS + chunk) * CHUNK_BYTES<G>;
+}
+
+// Units [first, end) of this CTA's list are asked into L2.
+template <class G>
+DEVICE void prefetch_product(const void* weights, int first, int end) {
+    if (!elect_one()) return;
+    DenseTasks<G> tasks;
+    int unit = 0;
+    for (DenseTask task; unit < end && tasks.next(task);) {
+        const int chunks = task.chunk_end - task.chunk;
+        const int from = first > unit ? first - unit : 0;
+        const int upto = end - unit < chunks ? end - unit : chunks;
+        if (from < upto) {
+            bulk_prefetch(chunk_address<G>(weights, task, task.chunk + from), (upto - from) * CHUNK_BYTES<G>);
+        }
+        unit += chunks;
+    }
+}
+
+// Weight loader. When the ring holds the beginning of the product, the chunks behind it are asked into L2: the math
+// warps are then busy with what comes before the product, and HBM would be idle until they need its weights.
+template <class G>
+DEVICE void load_product(const Params& p, Ring& ring, const void* weights, uint64_t policy) {
+    DenseTasks<G> tasks;
+    int unit = 0;
+    for (DenseTask task; tasks.next(task);) {
+        for (int chunk = task.chunk; chunk < task.chunk_end; ++chunk, ++unit) {
+            if (cfg::AHEAD > 0 && unit == cfg::STAGES) prefetch_product<G>(weights, unit, unit + cfg::AHEAD);
+            ring.wait_empty(p);
+            if (elect_one()) {
+                mbarrier_arrive_expect(ring.full(), CHUNK_BYTES<G>);
+                bulk_load(ring.weights(), chunk_address<G>(weights, task, chunk), CHUNK_BYTES<G>, ring.full(), policy);
+            }
+            ring.next();
+        }
+    }
+}
+
+// This warp's 16 rows and its share of the chunk's inputs.
+template <int CHUNK, int NT>
+DEVICE void accumulate_fragments(float (&acc)[NT][4], uint32_t weights, uint32_t tokens) {
+    constexpr int ALL_STEPS = CHUNK / 32, STEPS = ALL_STEPS / K_PARTS;
+    constexpr uint32_t HALF_BYTES = WARP * 16;
+    const int tile = warp_index() % BLOCK_TILES, k_part = warp_index() / BLOCK_TILES;
+    const uint32_t mine = weights + (tile * ALL_STEPS + k_part * STEPS) * 2 * HALF_BYTES + lane_index() * 16;
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        uint4 x[NT];
+        read_tokens<NT, CHUNK * 2>(x, tokens, (k_part * STEPS + step) * 64);
+        const uint32_t at = mine + step * 2 * HALF_BYTES;
+        multiply_32(acc, shared_load<uint4>(at), shared_load<uint4>(at + HALF_BYTES), x);
+    }
+}
+
+// Runs this CTA's tasks of product G; finish(task, turn, row, weight_row, value) gets every sum once, where row <
+// p.rows and weight_row < N. The lanes of a warp share `row`, and come to `finish` together where N is a multiple of 32.
+template <class G, class Finish>
+DEVICE void run_product(const Params& p, Ring& ring, Finish finish) {
+    const int tile = warp_index() % BLOCK_TILES, k_part = warp_index() / BLOCK_TILES;
+    DenseTasks<G> tasks;
+    for (DenseTask task; tasks.next(task);) {
+        float acc[COLUMN_TILES][4];
+        clear(acc);
+        for (int chunk = task.chunk; chunk < task.chunk_end; ++chunk) {
+            ring.wait_full(p);
+            accumulate_fragments<G::CHUNK>(acc, ring.weights(), ring.tokens());
+            ring.release();
+        }
+        park(acc, k_part * BLOCK_ROWS + tile * 16);
+        math_barrier();
+        const int local = thread_index() % BLOCK_ROWS, weight_row = task.block * BLOCK_ROWS + local;
+#pragma unroll
+        for (int turn = 0; turn < ROW_TURNS; ++turn) {
+            const int row = thread_index() / BLOCK_ROWS + turn * ROWS_AT_ONCE;
+            if (row >= p.rows || weight_row >= G::N) continue;
+            float sum = shared_load<float>(reduce_at(local, row));
+#pragma unroll
+            for (int part = 1; part < K_PARTS; ++part) {
+                sum += shared_load<float>(reduce_at(part * BLOCK_ROWS + local, row));
+            }
+            finish(task, turn, row, weight_row, sum);
+        }
+        math_barrier();
+    }
+}
+
+// Parts to partial [blocks, PARTS, ROW_CAP, 64] f32.
+template <class G>
+DEVICE void run_parts(const Params& p, Ring& ring, float* partial) {
+    run_product<G>(p, ring, [&](const DenseTask& task, int, int row, int weight_row, float sum) {
+        global_store(
+            partial + ((task.block * G::PARTS + task.part) * cfg::ROW_CAP + row) * BLOCK_ROWS + weight_row % BLOCK_ROWS,
+            sum);
+    });
+}
+
+// The usual end: one arrival publishes the parts.
+template <class G>
+DEVICE void run_product_to(const Params& p, Ring& ring, float* partial, protocol::Counter counter) {
+    run_parts<G>(p, ring, partial);
+    arrive_math(p, counter);
+}
