@@ -116,32 +116,48 @@ def spark_draft(target: TargetConfig) -> DraftConfig:
     )  # fmt: skip
 
 
-def stretches(loop: DecodeLoop, options: Options) -> list[tuple[str, int, int, Callable[[], None]]]:
-    """(name, launches, bytes, what to enqueue) of the parts of a step."""
+Stretch = tuple[str, int, int, Callable[[], None]]
+
+
+def stretches(loop: DecodeLoop, options: Options) -> list[Stretch]:
+    """(name, launches, bytes of weights, what to enqueue) of the parts of a step."""
     decode, width = loop.decode, options.width
-    step, draft = decode.step, decode.draft
-    assert draft is not None
+    step = decode.step
     layers = len(step.weights.layers)
-    draft_layers = [_size(*_tensors(layer)) for layer in draft.weights.layers]
-    head = _size(step.weights.lm_head)
-    kv_rows = 2 * draft.config.num_key_value_heads * draft.config.head_dim
-    context = _size(draft.weights.fusion) + len(draft_layers) * kv_rows * draft.config.hidden_size * 2
 
     def verify() -> None:
         step.launch_embed(width)
         for index in range(layers):
             step.launch_layer(index, width)
 
-    def block() -> None:
-        for index in range(len(draft_layers)):
-            draft.launch_layer(index, width)
-
+    head = _size(step.weights.lm_head)
+    block, draft_head, context = stretches_draft(loop, options)
     return [
-        ("draft layers", len(draft_layers), sum(draft_layers), block),
-        ("draft head", 1, head + _size(draft.weights.hidden_projection), lambda: draft.launch_head(width)),
+        block,
+        draft_head,
         ("verify layers", layers + 1, verify_bytes(loop, width), verify),
         ("head", 1, head, lambda: step.launch_head(width)),
         ("accept", 1, 0, lambda: decode.accept.launch(width)),
+        context,
+    ]
+
+
+def stretches_draft(loop: DecodeLoop, options: Options) -> list[Stretch]:
+    """The draft's parts: layers, head with selector, context."""
+    draft, width = loop.decode.draft, options.width
+    assert draft is not None
+    layers = [_size(*_tensors(layer)) for layer in draft.weights.layers]
+    kv_rows = 2 * draft.config.num_key_value_heads * draft.config.head_dim
+    context = _size(draft.weights.fusion) + len(layers) * kv_rows * draft.config.hidden_size * 2
+
+    def block() -> None:
+        for index in range(len(layers)):
+            draft.launch_layer(index, width)
+
+    head = _size(draft.weights.lm_head, draft.weights.hidden_projection)
+    return [
+        ("draft layers", len(layers), sum(layers), block),
+        ("draft head", 1, head, lambda: draft.launch_head(width)),
         ("draft context", 1, context, lambda: draft.launch_context(width)),
     ]
 
