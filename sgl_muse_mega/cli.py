@@ -1,6 +1,8 @@
 """The command line: options and exit codes. What the commands do is in `commands`."""
 
 import io
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -158,7 +160,24 @@ def doctor() -> None:
 
 
 def main() -> None:
-    """Entry point. Exit codes: 0; 2 for input that cannot be served, with one sentence on stderr; 130 after Ctrl-C."""
+    """Entry point.
+
+    Exit codes: 0; 1 when the reader of a pipe has gone; 2 for input that cannot be served or output that cannot be
+    written, with one sentence on stderr; 130 after Ctrl-C.
+    """
+    interrupted = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    if sys.stderr is None:  # closed by the caller
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - lives as long as the process
+    if sys.stdout is None:
+        print("Error: Standard output is closed; redirect it to /dev/null instead.", file=sys.stderr)
+        sys.exit(BAD_INPUT)
     for stream in (sys.stdout, sys.stderr):
         # a terminal that cannot show a character gets an escape, not a traceback
         if isinstance(stream, io.TextIOWrapper):
@@ -168,6 +187,14 @@ def main() -> None:
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
+    except OSError as error:
+        print(f"Error: {error.filename or 'The output'} cannot be used: {error.strerror}.", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered cannot be written either
+        sys.exit(BAD_INPUT)
+    except Exception:
+        if interrupted:  # extension modules turn an interrupt in the middle of an import or a read into other errors
+            sys.exit(130)
+        raise
 
 
 def _pair_options(

@@ -9,6 +9,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -41,6 +42,18 @@ def results_directory() -> Path:
     """benchmark/results of the source checkout, or of the working directory where there is no checkout."""
     root = _SOURCE if (_SOURCE / "pyproject.toml").is_file() else Path.cwd()
     return root / "benchmark" / "results"
+
+
+def check_writable() -> None:
+    """Raises UserError when `save` would fail: before a long run, not after it."""
+    directory = results_directory()
+    _read_figures(directory / "figures.json")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise _unwritable(directory, error) from None
 
 
 def environment(gpu: str | None) -> dict[str, Any]:
@@ -81,8 +94,12 @@ def save(
         if figures:
             _replace(directory / "figures.json", dict(sorted(table.items())))
     except OSError as error:
-        raise UserError(f"The results cannot be written to {directory}: {error}.") from None
+        raise _unwritable(directory, error) from None
     return path
+
+
+def _unwritable(directory: Path, error: OSError) -> UserError:
+    return UserError(f"The results cannot be written to {directory}: {error}.")
 
 
 def driver_version() -> str | None:
@@ -121,7 +138,9 @@ def _read_figures(path: Path) -> dict[str, Any]:
         return {}
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error}); repair or remove it before saving figures.") from None
     if not isinstance(table, dict):
         raise UserError(f"{path} is not a JSON object; repair or remove it before saving figures.")

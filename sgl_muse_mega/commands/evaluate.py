@@ -56,6 +56,8 @@ def run(
         prompts.append(pair.text.encode(problem.question, raw=False, name=name))
         pair.check_prompt(prompts[-1], name)
     backend = pair.backend(max(map(len, prompts)), max_new_tokens)
+    if save:
+        results.check_writable()
 
     rows: list[dict[str, Any]] = []
     done: list[Stats] = []

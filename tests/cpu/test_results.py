@@ -98,3 +98,13 @@ def test_results_go_to_the_checkout_or_the_working_directory(tmp_path: Path, mon
     monkeypatch.setattr(results, "_SOURCE", tmp_path / "installed")
     monkeypatch.chdir(tmp_path)
     assert results.results_directory() == tmp_path / "benchmark" / "results"
+
+
+def test_an_unwritable_folder_is_found_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "results_directory", lambda: tmp_path / "benchmark" / "results")
+    results.check_writable()
+    assert list((tmp_path / "benchmark" / "results").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(results, "results_directory", lambda: tmp_path / "file" / "results")
+    with pytest.raises(UserError, match="The results cannot be written to"):
+        results.check_writable()
