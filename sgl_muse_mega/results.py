@@ -48,9 +48,9 @@ def check_writable() -> None:
     """Raises UserError when `save` would fail: before a long run, not after it."""
     directory = results_directory()
     _read_figures(directory / "figures.json")
+    existing = next(folder for folder in (directory, *directory.parents) if folder.exists())
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         raise _unwritable(directory, error) from None
