@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from sgl_muse_mega.errors import UserError
-from sgl_muse_mega.megakernel.build import source_directory
+from sgl_muse_mega.megakernel.build import Progress, quiet, source_directory
 from sgl_muse_mega.toolchain import cache_directory, find_host_compiler
 
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas")
@@ -19,10 +19,12 @@ def compile_machine() -> Path:
     """The emulated machine: csrc/emulator. Raises UserError without a working compiler."""
     folder = source_directory() / "emulator"
     files = {path.name: path.read_text() for path in sorted(folder.iterdir()) if path.suffix in {".cpp", ".h"}}
-    return _compiled(_FLAGS, files, [name for name in files if name.endswith(".cpp")])
+    return _compiled(_FLAGS, files, [name for name in files if name.endswith(".cpp")], quiet)
 
 
-def compile_kernels(header: str, sources: Path | None = None, main: str = "step.cu") -> Path:
+def compile_kernels(
+    header: str, sources: Path | None = None, main: str = "step.cu", progress: Progress = quiet
+) -> Path:
     """The kernels of `main` with `header` as instance.h.
 
     sources: the folder that stands for csrc (a test's own kernels, or a changed copy). A file of csrc/emulator that has
@@ -32,7 +34,7 @@ def compile_kernels(header: str, sources: Path | None = None, main: str = "step.
     csrc = source_directory()
     folder, emulator = sources or csrc, csrc / "emulator"
     files = _texts(folder, skip=folder / "emulator") | _texts(emulator) | {"instance.h": header}
-    return _compiled((*_FLAGS, *_KERNEL_FLAGS), files, [main])
+    return _compiled((*_FLAGS, *_KERNEL_FLAGS), files, [main], progress)
 
 
 def _texts(folder: Path, skip: Path | None = None) -> dict[str, str]:
@@ -41,7 +43,7 @@ def _texts(folder: Path, skip: Path | None = None) -> dict[str, str]:
     return {str(p.relative_to(folder)): p.read_text() for p in paths if skip is None or skip not in p.parents}
 
 
-def _compiled(flags: tuple[str, ...], files: dict[str, str], inputs: list[str]) -> Path:
+def _compiled(flags: tuple[str, ...], files: dict[str, str], inputs: list[str], progress: Progress) -> Path:
     compiler = find_host_compiler()
     if compiler is None:
         raise UserError("The emulator needs a C++ compiler and none was found; install g++ or set CXX.")
@@ -51,6 +53,7 @@ def _compiled(flags: tuple[str, ...], files: dict[str, str], inputs: list[str]) 
     found = cache / f"emulator-{key}.so"
     if found.is_file():
         return found
+    progress(f"Compiling {inputs[0]} for the emulator")
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix="emulator-") as temporary:

@@ -55,8 +55,7 @@ class Emulator:
         self._stream: list[Launch] = []
 
     def load(self, instance: Compiled, progress: Progress = quiet) -> EmulatedModule:
-        progress(f"Compiling the layer kernel for the emulator ({instance.describe()})")
-        path = compile_kernels(instance.header(), self._sources, instance.source)
+        path = compile_kernels(instance.header(), self._sources, instance.source, progress)
         return EmulatedModule(self, instance, KernelLibrary(path))
 
     def declare(

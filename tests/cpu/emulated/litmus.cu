@@ -76,7 +76,8 @@ KERNEL(acquire_for_warp, Params, THREADS) {
 }
 
 // A bulk copy of 128 bytes to shared memory. value: bit 0 waits for it, bit 1 writes the source first, bit 2 fences
-// between, bit 3 fences the initialisation of the mbarrier, bit 4 uses the buffer again without knowing that it is free.
+// between, bit 3 fences the initialisation of the mbarrier, bit 4 uses the buffer again without knowing that it is
+// free.
 KERNEL(copy_bulk, Params, THREADS) {
     const uint32_t options = p.value;
     if (cta_index() != 0 || thread_index() >= WARP) return;
@@ -122,15 +123,27 @@ KERNEL(misbehave, Params, THREADS) {
             if (lane_index() < 16) return;
             shuffle(1u, 0);
             break;
-        case 2: spin(p.flag, 1u); break;
-        case 3: barrier_sync(2, thread_index() == 0 ? WARP : THREADS); break;
+        case 2:
+            spin(p.flag, 1u);
+            break;
+        case 3:
+            barrier_sync(2, thread_index() == 0 ? WARP : THREADS);
+            break;
         case 4:
             if (thread_index() != 3) barrier_sync(3, THREADS);
             break;
-        case 5: global_load(p.data + 32); break;
-        case 6: global_load(reinterpret_cast<const uint2*>(p.data + 1)); break;
-        case 7: global_store(const_cast<uint32_t*>(p.data), 1u); break;
-        case 8: global_load(p.out); break;
+        case 5:
+            global_load(p.data + 32);
+            break;
+        case 6:
+            global_load(reinterpret_cast<const uint2*>(p.data + 1));
+            break;
+        case 7:
+            global_store(const_cast<uint32_t*>(p.data), 1u);
+            break;
+        case 8:
+            global_load(p.out);
+            break;
         default:
             if (thread_index() == 0) {
                 mbarrier_init(BARRIER, 1);
