@@ -73,7 +73,7 @@ DEVICE float4 sum_parts(const float* partial, int row, int column) {
     const int parts = Geometry<G>::parts(block);
     const float* at = partial + ((block * G::PARTS) * cfg::ROW_CAP + row) * BLOCK_ROWS + column % BLOCK_ROWS;
     float4 sum = global_load(reinterpret_cast<const float4*>(at));
-#pragma unroll 16
+#pragma unroll 8
     for (int part = 1; part < G::PARTS; ++part) {
         if (part < parts) {
             const float4 more = global_load(reinterpret_cast<const float4*>(at + part * cfg::ROW_CAP * BLOCK_ROWS));
