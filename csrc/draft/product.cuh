@@ -16,32 +16,12 @@ DEVICE const char* chunk_address(const void* weights, const DenseTask& task, int
            (static_cast<int64_t>(task.block) * Geometry<G>::CHUNKS + chunk) * CHUNK_BYTES<G>;
 }
 
-// Units [first, end) of this CTA's list are asked into L2.
-template <class G>
-DEVICE void prefetch_product(const void* weights, int first, int end) {
-    if (!elect_one()) return;
-    DenseTasks<G> tasks;
-    int unit = 0;
-    for (DenseTask task; unit < end && tasks.next(task);) {
-        const int chunks = task.chunk_end - task.chunk;
-        const int from = first > unit ? first - unit : 0;
-        const int upto = end - unit < chunks ? end - unit : chunks;
-        if (from < upto) {
-            bulk_prefetch(chunk_address<G>(weights, task, task.chunk + from), (upto - from) * CHUNK_BYTES<G>);
-        }
-        unit += chunks;
-    }
-}
-
-// Weight loader. When the ring holds the beginning of the product, the chunks behind it are asked into L2: the math
-// warps are then busy with what comes before the product, and HBM would be idle until they need its weights.
+// Weight loader.
 template <class G>
 DEVICE void load_product(const Params& p, Ring& ring, const void* weights, uint64_t policy) {
     DenseTasks<G> tasks;
-    int unit = 0;
     for (DenseTask task; tasks.next(task);) {
-        for (int chunk = task.chunk; chunk < task.chunk_end; ++chunk, ++unit) {
-            if (cfg::AHEAD > 0 && unit == cfg::STAGES) prefetch_product<G>(weights, unit, unit + cfg::AHEAD);
+        for (int chunk = task.chunk; chunk < task.chunk_end; ++chunk) {
             ring.wait_empty(p);
             if (elect_one()) {
                 mbarrier_arrive_expect(ring.full(), CHUNK_BYTES<G>);

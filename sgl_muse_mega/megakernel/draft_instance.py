@@ -51,8 +51,7 @@ class DraftInstance:
     row_cap: int
     sms: int
     math_warps: int = 8
-    kv_split: int = 64
-    ahead: int = 0  # chunks of a product that are asked into L2 behind those in the ring
+    kv_split: int = 128
     trace: bool = False
 
     @classmethod
@@ -183,7 +182,7 @@ class DraftInstance:
             "HEAD_DIM": self.head_dim, "INTER": self.inter, "LAYERS": self.layers, "TAPS": self.taps,
             "VOCAB": self.vocab, "RANK": self.rank, "SELECTOR_K": self.selector_k, "CONV_GROUP": self.conv_group,
             "WINDOW": self.window, "MASK_TOKEN": self.mask_token, "KV_SPLIT": self.kv_split,
-            "MAX_SPLITS": self.max_splits, "STAGES": self.stages, "AHEAD": self.ahead,
+            "MAX_SPLITS": self.max_splits, "STAGES": self.stages,
         }  # fmt: skip
         for name, dense in self.products.items():
             integers[f"{name}_CHUNK"] = dense.chunk
