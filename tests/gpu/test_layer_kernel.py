@@ -60,5 +60,5 @@ def test_decoding_with_and_without_draft_and_the_reference_agree() -> None:
 
 def test_a_missed_deadline_becomes_a_sentence() -> None:
     sentence = run("tests/gpu/missed_deadline.py")
-    assert "the parts of o_proj" in sentence
-    assert "O_PROJ" in sentence
+    assert "waited past the deadline for" in sentence  # for the counter, or for what should have followed it
+    assert "expected" in sentence
