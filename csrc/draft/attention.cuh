@@ -32,8 +32,8 @@ struct Range {
     }
 };
 
-// Where a key lies: a slot of the cache (>= 0), row r of the block (-2 - r), or nowhere (-1): of a key that nobody sees,
-// zeros stand in, so that no stale slot is ever read.
+// Where a key lies: a slot of the cache (>= 0), row r of the block (-2 - r), or nowhere (-1): of a key that nobody
+// sees, zeros stand in, so that no stale slot is ever read.
 DEVICE int place_of(const Params& p, const Range& range, int index) {
     if (index < range.first || index >= range.end) return -1;
     return index < range.length ? global_load(p.page_table + index) : -2 - (index - range.length);

@@ -114,9 +114,7 @@ DEVICE void layer_math(const Params& p, uint32_t epoch) {
     mark(p, Point::DOWN);
     convolution::for_owned_rows(
         p, Counter::AFTER_MLP, [&] { wait_counter_math(p, Counter::DOWN, epoch); },
-        [&](int row) {
-            convolution::residual_row<Down>(p, row, p.down_partial, p.mlp_base, p.next_norm, p.input);
-        });
+        [&](int row) { convolution::residual_row<Down>(p, row, p.down_partial, p.mlp_base, p.next_norm, p.input); });
     mark(p, Point::AFTER_MLP);
     launch::end_epoch(p, epoch);  // CTA 0 owns row 0, so it has seen every CTA's arrival at DOWN
 }

@@ -49,7 +49,8 @@ DEVICE void accumulate_fragments(float (&acc)[NT][4], uint32_t weights, uint32_t
 }
 
 // Runs this CTA's tasks of product G; finish(task, turn, row, weight_row, value) gets every sum once, where row <
-// p.rows and weight_row < N. The lanes of a warp share `row`, and come to `finish` together where N is a multiple of 32.
+// p.rows and weight_row < N. The lanes of a warp share `row`, and come to `finish` together where N is a multiple
+// of 32.
 template <class G, class Finish>
 DEVICE void run_product(const Params& p, Ring& ring, Finish finish) {
     const int tile = warp_index() % BLOCK_TILES, k_part = warp_index() / BLOCK_TILES;
