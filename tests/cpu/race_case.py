@@ -26,15 +26,21 @@ class RaceCase:
         weights = random_weights(config, 1, self.emulator.device)
         self.case = RandomStep.create(config, weights, self.emulator, row_cap=8, max_context=160, kv_dtype=kv_dtype)
 
-    def run(self, schedule: Schedule = PLAIN, rows: int = 3, length: int = 100, content: int = 1) -> Tensor:
-        """Logits [rows, V] of one step over poisoned buffers. Raises EmulatorFault, and starts anew after it."""
+    def run(
+        self, schedule: Schedule = PLAIN, rows: int = 3, length: int = 100, content: int = 1, steps: int = 1
+    ) -> Tensor:
+        """Logits [rows, V] of a step over poisoned buffers, launched `steps` times without a wait of the host between.
+
+        Raises EmulatorFault, and starts anew after it.
+        """
         step = self.case.step
         self.case.fill(length, content)
         step.activations.poison()
         self.emulator.fault_record.zero_()
         self.emulator.attach(step, self.case.caches)
         self.emulator.schedule = schedule
-        step.launch(rows)
+        for _ in range(steps):
+            step.launch(rows)
         try:
             self.emulator.synchronize()
         except EmulatorFault:

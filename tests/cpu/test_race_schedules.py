@@ -29,6 +29,14 @@ def test_every_schedule_gives_the_same_bits(chunk: int) -> None:
         assert torch.equal(kernels.run(schedule, rows, length, chunk), expected), schedule
 
 
+def test_steps_that_follow_each_other_overlap_without_harm() -> None:
+    """The first launch of a step beside the last one of the step before, as in replays of a graph."""
+    kernels = case(True, "bf16")
+    expected = kernels.run(rows=4)
+    for seed in range(501, 521):
+        assert torch.equal(kernels.run(racing(seed), rows=4, steps=3), expected), seed
+
+
 def test_the_plain_schedule_is_ordered_too() -> None:
     for nvfp4 in (True, False):
         kernels = case(nvfp4, "bf16")
