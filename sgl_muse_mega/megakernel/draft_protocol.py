@@ -40,13 +40,15 @@ DRAFT_COUNTERS: tuple[HandOff, ...] = (
 )
 
 ACCEPT_COUNTERS: tuple[HandOff, ...] = (
-    HandOff("VERDICTS", Arrivals.EVERY_ROW, "the accept rule's verdict on every row"),
+    HandOff("VERDICTS", Arrivals.EVERY_CTA, "the accept rule's verdict on every row"),
 )
 
 SITES: tuple[tuple[str, str], ...] = (
     ("RING_EMPTY", "a free stage of its own ring"),
     ("RING_FULL", "a loaded stage of its own ring"),
+    ("ROW_SUM", "the other CTAs of its row in the accept rule"),
 )
+ROW_SUMS = 160  # most sums over the CTAs of a row in one accept launch; its counter grows by so many per CTA
 
 # Points of a draft layer's timeline (csrc/layer/trace.cuh).
 POINTS: tuple[str, ...] = (
@@ -105,7 +107,8 @@ PARAMETERS: tuple[tuple[str, str, int], ...] = tuple(
         # accept
         ("logits", "const float*"), ("greedy_ids", "const int64_t*"), ("full_slots", "int64_t*"),
         ("sliding_slots", "int64_t*"), ("full_pages", "const int32_t*"), ("sliding_pages", "const int32_t*"),
-        ("verdicts", "int64_t*"), ("outputs", "uint64_t*"), ("trace", "uint64_t*"),
+        ("verdicts", "int64_t*"), ("outputs", "uint64_t*"), ("row_counters", "uint32_t*"), ("row_sums", "uint64_t*"),
+        ("segment_sums", "uint64_t*"), ("trace", "uint64_t*"),
         # numbers
         ("rows", "int32_t"), ("is_first", "int32_t"), ("rank", "int32_t"), ("launch", "int32_t"),
     )
@@ -159,6 +162,7 @@ enum class Request : int {{ {", ".join(REQUEST)}, STOPS }};
 enum State : int {{ {", ".join(STATE)} }};
 enum class Output : int {{ {", ".join(OUTPUT)}, TOKENS }};
 enum class Reason : int64_t {{ {", ".join(REASONS)} }};
+constexpr int ROW_SUMS = {ROW_SUMS};
 constexpr int OUTPUT_SLOTS = {OUTPUT_SLOTS}, OUTPUT_WORDS = {OUTPUT_WORDS};
 constexpr int COUNTER_STRIDE = {COUNTER_STRIDE};
 constexpr uint64_t RECORD_COMPLETE = {RECORD_COMPLETE:#x}ull;
