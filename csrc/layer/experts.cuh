@@ -89,16 +89,20 @@ DEVICE void load_weights(const Params& p, Ring& ring, const void* weights, const
     }
 }
 
-// A down task needs all of its expert's activations: one flag per gate/up task holds the launch that wrote it last.
+// A down task needs all of its expert's activations: one flag per gate/up task holds the tag of the launch that wrote
+// it last. Tags are odd, so that a flag nobody ever wrote (0) is no launch's.
+DEVICE uint32_t activation_tag(uint32_t epoch) { return 2u * epoch + 1u; }
+
 DEVICE const uint32_t* activation_flags(const Params& p, int index) { return p.flags + index * Shape<GateUp>::BLOCKS; }
 
 DEVICE void wait_activations(const Params& p, int index, uint32_t epoch) {
     const uint32_t* flags = activation_flags(p, index);
     for (int block = lane_index(); block < Shape<GateUp>::BLOCKS; block += WARP) {
-        spin_until(p, static_cast<uint32_t>(protocol::Site::EXPERT_ACTIVATION), epoch + 1u, [&](uint32_t& seen) {
-            seen = load_acquire(flags + block);
-            return seen == epoch + 1u;
-        });
+        spin_until(p, static_cast<uint32_t>(protocol::Site::EXPERT_ACTIVATION), activation_tag(epoch),
+                   [&](uint32_t& seen) {
+                       seen = load_acquire(flags + block);
+                       return seen == activation_tag(epoch);
+                   });
     }
     warp_sync();
     fence_generic_to_async();
@@ -215,7 +219,8 @@ DEVICE void run_gate_up(const Params& p, Ring& ring, uint32_t epoch) {
                          pack_bf16x2(value[0], value[1]));
         }
         math_barrier();
-        if (thread_index() == 0) store_release(const_cast<uint32_t*>(activation_flags(p, index)) + block, epoch + 1u);
+        if (thread_index() == 0)
+            store_release(const_cast<uint32_t*>(activation_flags(p, index)) + block, activation_tag(epoch));
     }
 }
 

@@ -3,8 +3,9 @@
 A hand-off is a counter in global memory that only grows (modulo 2^32). Launch number e of a kernel (e = 0, 1, ...; the
 epoch, a word in device memory) adds `arrivals` to each of the kernel's counters and waits for (e + 1) * arrivals. How
 often a counter grows depends on the instance alone, never on rows, lengths or routing, so a graph can be replayed for
-ever without a reset, and the host can recompute every expected value. Gate/up tasks instead set a flag word to e + 1.
-Each kernel of an instance (embed, layer, head) has its own epoch, counters and flags.
+ever without a reset, and the host can recompute every expected value. Gate/up tasks instead set a
+flag word to 2 e + 1, which is never the 0 of a flag that nobody wrote. Each kernel of an instance (embed, layer,
+head) has its own epoch, counters and flags.
 """
 
 import ctypes
