@@ -12,8 +12,8 @@ namespace decode {
 
 struct FieldOrder {
     // Pair 3: shifted to bits {4, 3, 1, 0}, then one product copies them 12 (sign), 7 (exponent) and 2 (mantissa) bits
-    // up; no two copies of a bit meet, so nothing carries. 9 operations: 6 on the logic pipe, 3 on the FMA pipe. A 64-bit
-    // product saves one of them but keeps the FMA pipe, which the scales also need, busy for twice as long.
+    // up; no two copies of a bit meet, so nothing carries. 9 operations: 6 on the logic pipe, 3 on the FMA pipe. A
+    // 64-bit product saves one of them but keeps the FMA pipe, which the scales also need, busy for twice as long.
     DEVICE static void place(uint32_t word, uint32_t (&a)[4]) {
         a[0] = word & PLACED;
         a[2] = (word << 3) & PLACED;

@@ -2,9 +2,9 @@
 #pragma once
 #include "../instr/core.cuh"
 
-// Asynchronous products by four neighbouring warps, the first a multiple of 4 (a warpgroup). A warp gives 16 of the 64 rows from registers, in the fragment layout of mma_bf16; the columns lie in shared memory
-// as core matrices of 8 columns x 8 inputs (128 contiguous bytes, 16 a column). Sums stay in registers, 4 for each 8
-// columns.
+// Asynchronous products by four neighbouring warps, the first a multiple of 4 (a warpgroup). A warp gives 16 of the 64
+// rows from registers, in the fragment layout of mma_bf16; the columns lie in shared memory as core matrices of 8
+// columns x 8 inputs (128 contiguous bytes, 16 a column). Sums stay in registers, 4 for each 8 columns.
 
 // Columns of one k16 step: `address` of the first core matrix, bytes to the next 8 inputs and to the next 8 columns.
 DEVICE uint64_t columns_descriptor(uint32_t address, uint32_t next_inputs, uint32_t next_columns) {

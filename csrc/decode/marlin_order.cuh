@@ -10,8 +10,8 @@ namespace decode {
 constexpr uint32_t SIGN = 0x80008000u, MAGNITUDE = 0x01c001c0u, PLACED = SIGN | MAGNITUDE;
 
 // With one shift and one mask per field this is 15 operations a word. A product with two powers of two shifts a whole
-// nibble twice at once and runs on the FMA pipe: the copy 6 bits further up brings the sign to bit 15, and one mask keeps
-// the four bits wanted. 12 operations, of which 9 on the logic pipe and 3 on the FMA pipe.
+// nibble twice at once and runs on the FMA pipe: the copy 6 bits further up brings the sign to bit 15, and one mask
+// keeps the four bits wanted. 12 operations, of which 9 on the logic pipe and 3 on the FMA pipe.
 struct MarlinOrder {
     // a[0], a[2]: row g; a[1], a[3]: row g + 8; values times 2^-126.
     DEVICE static void place(uint32_t word, uint32_t (&a)[4]) {
