@@ -54,8 +54,8 @@ def run(
         artifacts = list(pool.map(one, wanted))
     spilled = 0
     table = Table(title=f"{len(wanted)} instances for {target} in {cache_directory()}")
-    for heading in ("experts", "cache", "rows", "kernel", "registers", "shared memory", "spills", "compiled in"):
-        table.add_column(heading)
+    for heading in ("experts", "cache", "rows", "kernel", "registers", "shared", "spills", "time"):
+        table.add_column(heading, no_wrap=True)
     for instance, artifact in zip(wanted, artifacts, strict=True):
         for kernel in artifact.resources():
             lost = kernel.spill_stores + kernel.stack
@@ -66,7 +66,7 @@ def run(
                 f"1-{instance.row_cap}",
                 kernel.name,
                 str(kernel.registers),
-                f"{instance.shared_offsets['SHARED_BYTES']} B",
+                f"{instance.shared_offsets['SHARED_BYTES'] / 1024:.0f} KiB",
                 f"{lost} B" if lost else "none",
                 f"{artifact.seconds:.1f} s" if artifact.seconds else "cache",
             )

@@ -1,5 +1,6 @@
 """The kernel cache: hits, damage, interruption, many processes, folders that cannot be written, spills."""
 
+import json
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sgl_muse_mega.commands import build as command
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.build import Artifact, build
 from sgl_muse_mega.megakernel.instance import Instance
@@ -125,3 +127,28 @@ def test_spills_and_stack_are_refused(tmp_path: Path) -> None:
         artifact = Artifact(tmp_path, REPORT.format(name="layer_kernel", stack=stack, spill=spill), 1.0)
         with pytest.raises(UserError, match="layer_kernel"):
             artifact.check_spills()
+
+
+def test_the_command_reports_every_kernel_and_fails_on_spills(
+    compiler: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(tiny_config().to_hf()))
+    assert command.run(model, kv_cache_dtype="fp8") == 0
+    printed = capsys.readouterr().out
+    assert printed.count("layer_kernel") == 2  # capacities of 8 and of 16 rows
+    assert "none" in printed
+    Path(f"{compiler}.report").write_text(REPORT.format(name="layer_kernel", stack=16, spill=8))
+    assert command.run(model, kv_cache_dtype="bf16") == 1
+    assert "24 B" in capsys.readouterr().out
+
+
+def test_the_command_refuses_unknown_caches_and_uneven_ranks(compiler: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(tiny_config().to_hf()))
+    with pytest.raises(UserError, match="int4"):
+        command.run(model, kv_cache_dtype="int4")
+    with pytest.raises(UserError, match="16 experts do not divide among 3 ranks"):
+        command.run(model, ranks=3)
