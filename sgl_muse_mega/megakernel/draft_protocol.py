@@ -34,6 +34,7 @@ DRAFT_COUNTERS: tuple[HandOff, ...] = (
     HandOff("SCORES", Arrivals.EVERY_CTA, "the best draft scores of all CTAs"),
     HandOff("CHOSEN", Arrivals.EVERY_ROW, "the candidates of all slots"),
     HandOff("LATTICE", Arrivals.EVERY_ROW, "the lattice of all slots"),
+    HandOff("NORMED", Arrivals.EVERY_ROW, "the verify rows' final norm"),
     HandOff("FUSION", Arrivals.EVERY_CTA, "the parts of the draft's fc"),
     HandOff("CONTEXT", Arrivals.EVERY_ROW, "the draft's context rows"),
     HandOff("CONTEXT_KV", Arrivals.EVERY_CTA, "the parts of the draft's context keys and values"),
@@ -104,8 +105,9 @@ PARAMETERS: tuple[tuple[str, str, int], ...] = tuple(
         ("context_key_norm", "const uint16_t*", MAX_LAYERS), ("context_key_cache", "uint16_t*", MAX_LAYERS),
         ("context_value_cache", "uint16_t*", MAX_LAYERS), ("taps", "const uint16_t*"), ("fusion_partial", "float*"),
         ("context", "uint16_t*"), ("context_partial", "float*"),
-        # accept
-        ("logits", "const float*"), ("greedy_ids", "const int64_t*"), ("full_slots", "int64_t*"),
+        # verify head and accept
+        ("stream", "const float*"), ("final_norm", "const uint16_t*"), ("logits", "float*"), ("greedy_ids", "int64_t*"),
+        ("full_slots", "int64_t*"),
         ("sliding_slots", "int64_t*"), ("full_pages", "const int32_t*"), ("sliding_pages", "const int32_t*"),
         ("verdicts", "int64_t*"), ("outputs", "uint64_t*"), ("row_counters", "uint32_t*"), ("row_sums", "uint64_t*"),
         ("segment_sums", "uint64_t*"), ("trace", "uint64_t*"),

@@ -10,6 +10,7 @@ from sgl_muse_mega.checkpoint.draft import load_draft
 from sgl_muse_mega.checkpoint.target import load_target
 from sgl_muse_mega.commands.text import Text
 from sgl_muse_mega.config import load_draft_config, load_target_config
+from sgl_muse_mega.emulator.machine import PLAIN, racing
 from sgl_muse_mega.emulator.stepper import Emulator
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.decode_backend import decode_backend
@@ -62,6 +63,29 @@ def test_plain_decoding(pair: Pair) -> None:
 
 def test_sampled_text(pair: Pair) -> None:
     pair.both(SamplingParams(temperature=1.2, top_k=50, min_p=0.001, seed=2**64 - 1), 6, 9)
+
+
+def test_both_heads_give_the_same_bits(pair: Pair) -> None:
+    loop = pair.kernels
+    loop.prefill(pair.ids)
+    step = loop.decode.step
+    rows = len(pair.ids) % 8 or 8
+    ours, chosen = step.activations.logits[:rows].clone(), step.activations.greedy_ids[:rows].clone()
+    step.launch_head(rows)
+    step.machine.synchronize()
+    assert torch.equal(step.activations.logits[:rows], ours)
+    assert torch.equal(step.activations.greedy_ids[:rows], chosen)
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_steps_in_any_schedule(pair: Pair, seed: int) -> None:
+    machine = pair.kernels.decode.step.machine
+    assert isinstance(machine, Emulator)
+    machine.schedule = racing(seed)
+    try:
+        pair.both(SamplingParams(temperature=0.8, top_p=0.9, seed=seed), 4, 4)
+    finally:
+        machine.schedule = PLAIN
 
 
 def test_text_that_fills_the_context(pair: Pair) -> None:
