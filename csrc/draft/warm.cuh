@@ -1,4 +1,5 @@
-// Brings into L2 what the row operations and the attention of a layer will read from HBM with nothing to hide it behind.
+// Brings into L2 what the row operations and the attention of a layer will read from HBM with nothing to hide it
+// behind.
 #pragma once
 #include "attention.cuh"
 #include "instr/bulk.cuh"
