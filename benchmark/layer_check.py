@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from sgl_muse_mega.emulator.stepper import Emulator
 from sgl_muse_mega.megakernel import stage_check
 from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.random_step import RandomStep, random_weights, spark_config, tiny_config
+from sgl_muse_mega.megakernel.weights import KernelWeights
 
 
 def model(name: str) -> tuple[TargetConfig, int | None]:
@@ -35,7 +37,31 @@ def model(name: str) -> tuple[TargetConfig, int | None]:
     return spark_config(2, nvfp4=nvfp4), 64 if nvfp4 else 32
 
 
-def check_case(case: RandomStep, rows: int, length: int, seed: int) -> list[tuple[str, stage_check.StageResult]]:
+def rerouted(weights: KernelWeights, routing: str, first_expert: int) -> KernelWeights:
+    """The model with special routing: "ties" makes experts 2i and 2i + 1 score alike, "crowd" sends every row to one
+    local expert; "random" leaves it as it is."""
+    layers = []
+    for layer in weights.layers:
+        router, bias = layer.router.clone(), layer.router_bias.clone()
+        if routing == "ties":
+            router[1::2], bias[1::2] = router[::2], bias[::2]
+        elif routing == "crowd":
+            bias[first_expert + 1] += 10
+        layers.append(replace(layer, router=router, router_bias=bias))
+    return replace(weights, layers=tuple(layers))
+
+
+def check_tie_order(ids: list[list[int]]) -> None:
+    """Of two experts that score alike, the lower id comes first, and right before the other (F4)."""
+    for row in ids:
+        for place, expert in enumerate(row):
+            if expert % 2 and (place == 0 or row[place - 1] != expert - 1):
+                raise AssertionError(f"expert {expert} was taken before {expert - 1}, which scores the same: {row}")
+
+
+def check_case(
+    case: RandomStep, rows: int, length: int, seed: int, routing: str = "random"
+) -> list[tuple[str, stage_check.StageResult]]:
     """One whole step over poisoned buffers, all stages."""
     step, caches = case.step, case.caches
     case.fill(length, seed)
@@ -50,6 +76,12 @@ def check_case(case: RandomStep, rows: int, length: int, seed: int) -> list[tupl
         step.launch_layer(index, rows)
         step.machine.synchronize()
         results += [(f"layer {index}", r) for r in check.run()]
+        ids = step.activations.route_ids[:rows].tolist()
+        if routing == "ties":
+            check_tie_order(ids)
+        if routing == "crowd":
+            expert = step.weights.layers[index].first_expert + 1
+            assert all(expert in row for row in ids), "a row missed the expert that all rows go to"
     step.launch_head(rows)
     step.machine.synchronize()
     return results + [("head", r) for r in stage_check.head_results(step, rows)]
@@ -71,6 +103,7 @@ def main() -> int:
     parser.add_argument("--rows", type=numbers, default=numbers("1-16"))
     parser.add_argument("--contexts", type=numbers, default=numbers("0,63,64,65,300"))
     parser.add_argument("--kv", default="bf16,fp8")
+    parser.add_argument("--routing", choices=("random", "ties", "crowd"), default="random")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--deadline", type=float, default=5.0, help="seconds a kernel may wait; more under a sanitizer")
     parser.add_argument("--json", type=Path)
@@ -87,6 +120,7 @@ def main() -> int:
     weights = random_weights(
         config, arguments.seed, machine.device, first_expert=first_expert, local_experts=local_experts
     )
+    weights = rerouted(weights, arguments.routing, first_expert)
     record: list[dict[str, Any]] = []
     failures = 0
     worst: dict[str, stage_check.StageResult] = {}
@@ -101,7 +135,7 @@ def main() -> int:
             for rows in wanted:
                 for length in arguments.contexts:
                     start = time.monotonic()
-                    results = check_case(case, rows, length, arguments.seed + 31 * rows + length)
+                    results = check_case(case, rows, length, arguments.seed + 31 * rows + length, arguments.routing)
                     bad = [(where, r) for where, r in results if not r.passed]
                     failures += bool(bad)
                     for _, r in results:

@@ -39,6 +39,12 @@ def test_every_stage_at_full_size(sizes: str) -> None:
     run("benchmark/layer_check.py", "--sizes", sizes, "--rows", "1,8,16", "--contexts", contexts)
 
 
+@pytest.mark.parametrize("sizes", ["tiny", "full"])
+@pytest.mark.parametrize("routing", ["ties", "crowd"])
+def test_ties_of_the_router_and_an_expert_with_all_rows(routing: str, sizes: str) -> None:
+    run("benchmark/layer_check.py", "--routing", routing, "--sizes", sizes, "--rows", "1,8,16", "--contexts", "65")
+
+
 @pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
 def test_a_row_has_the_same_bits_in_any_company(kv_dtype: str) -> None:
     run("benchmark/replay_check.py", "invariance", "--kv", kv_dtype)
