@@ -9,7 +9,6 @@ from torch import Tensor
 
 from sgl_muse_mega.checkpoint.weights import DraftWeights, TargetWeights
 from sgl_muse_mega.config import DraftConfig, TargetConfig, check_pair
-from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.build import Progress, quiet
 from sgl_muse_mega.megakernel.graph import StepGraphs
 from sgl_muse_mega.megakernel.instance import MAX_ROWS
@@ -17,7 +16,7 @@ from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.step import CACHE_DTYPES, Step
 from sgl_muse_mega.megakernel.torch_draft import TorchDraft
 from sgl_muse_mega.megakernel.weights import prepare
-from sgl_muse_mega.speculative.backend import DraftBlock
+from sgl_muse_mega.speculative.backend import DraftBlock, check_prompt, check_rows
 
 ROW_CAPS = (8, 16)
 
@@ -94,10 +93,7 @@ class KernelBackend:
 
         Raises UserError on an empty or long prompt.
         """
-        if not ids:
-            raise UserError("The prompt is empty; at least one token is needed.")
-        if len(ids) > self._max_context:
-            raise UserError(f"The prompt has {len(ids)} tokens, but the context holds {self._max_context}.")
+        check_prompt(ids, self._max_context)
         self._length = 0
         if self._draft:
             self._draft.reset()
@@ -116,8 +112,7 @@ class KernelBackend:
     def verify(self, tokens: Sequence[int]) -> Tensor:
         """Float32 logits [T, V] of the rows at positions length .. length + T - 1."""
         rows, end = len(tokens), self._length + len(tokens)
-        if end > self._max_context:
-            raise UserError(f"Position {end - 1} lies outside the context of {self._max_context} positions.")
+        check_rows(end, self._max_context)
         step = self._step(rows)
         inputs = step.inputs
         positions = torch.arange(self._length, end)

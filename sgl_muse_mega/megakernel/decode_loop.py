@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.decode_request import Report, read_report, request_words
 from sgl_muse_mega.megakernel.decode_step import DecodeStep
+from sgl_muse_mega.speculative.backend import check_prompt
 from sgl_muse_mega.speculative.sampling import SamplingParams
 
 AHEAD = 2
@@ -37,10 +37,7 @@ class DecodeLoop:
 
         Raises UserError on an empty or long prompt.
         """
-        if not ids:
-            raise UserError("The prompt is empty; at least one token is needed.")
-        if len(ids) > self.max_context:
-            raise UserError(f"The prompt has {len(ids)} tokens, but the context holds {self.max_context}.")
+        check_prompt(ids, self.max_context)
         self._drain()
         self.decode.declare(self.caches)
         self.length = 0

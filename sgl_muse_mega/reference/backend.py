@@ -7,13 +7,12 @@ from torch import Tensor
 
 from sgl_muse_mega.checkpoint.weights import DraftWeights, TargetWeights
 from sgl_muse_mega.config import DraftConfig, TargetConfig, check_pair
-from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.reference.cache import KVCache, PageTable
 from sgl_muse_mega.reference.draft import ReferenceDraft
 from sgl_muse_mega.reference.numerics import Numerics, Record
 from sgl_muse_mega.reference.selector import walk_greedy, walk_sampled
 from sgl_muse_mega.reference.target import ReferenceTarget, Rows, TargetOutput
-from sgl_muse_mega.speculative.backend import DraftBlock
+from sgl_muse_mega.speculative.backend import DraftBlock, check_prompt, check_rows
 
 MAX_ROWS = 16
 PREFILL_ROWS = 256
@@ -98,10 +97,7 @@ class ReferenceBackend:
 
     def prefill(self, ids: Sequence[int]) -> Tensor:
         """Starts a sequence; float32 logits [V] of the last prompt row. Raises UserError on an empty or long prompt."""
-        if not ids:
-            raise UserError("The prompt is empty; at least one token is needed.")
-        if len(ids) > self._max_context:
-            raise UserError(f"The prompt has {len(ids)} tokens, but the context holds {self._max_context}.")
+        check_prompt(ids, self._max_context)
         self._length = 0
         self._pending = None
         tables = [self._full, self._sliding]
@@ -152,8 +148,7 @@ class ReferenceBackend:
 
     def _forward(self, tokens: Sequence[int], logit_rows: int | None = None) -> TargetOutput:
         end = self._length + len(tokens)
-        if end > self._max_context:
-            raise UserError(f"Position {end - 1} lies outside the context of {self._max_context} positions.")
+        check_rows(end, self._max_context)
         window = self._target.config.sliding_window
         start = max(0, self._length + 1 - window)
         self._sliding.evict_before(start)

@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.speculative.sampling import SamplingParams
 
 
@@ -112,3 +113,17 @@ class StepBackend(Protocol):
 
     def next_step(self) -> StepReport:
         """Run the next step of min(width, max_context - 1 - length) rows, or wait for it if it was started ahead."""
+
+
+def check_prompt(ids: Sequence[int], max_context: int) -> None:
+    """What every `prefill` refuses: raises UserError for an empty prompt and for one the context cannot hold."""
+    if not ids:
+        raise UserError("The prompt is empty; at least one token is needed.")
+    if len(ids) > max_context:
+        raise UserError(f"The prompt has {len(ids)} tokens, but the context holds {max_context}.")
+
+
+def check_rows(end: int, max_context: int) -> None:
+    """What every `verify` refuses: raises UserError when the row before position `end` lies outside the context."""
+    if end > max_context:
+        raise UserError(f"Position {end - 1} lies outside the context of {max_context} positions.")
