@@ -8,6 +8,7 @@ from sgl_muse_mega.reference.numerics import (
     linear,
     norm_weightless,
     norm_zero_centred,
+    sigmoid,
 )
 from sgl_muse_mega.reference.rope import rope_tables, rotate_half
 
@@ -58,7 +59,7 @@ def a6_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: f
 
 def a7_output_gate(o: Tensor, gate: Tensor, eps: float, num: Numerics) -> Tensor:
     """y_h = bf(N0(o_h) * sigmoid(g_h)); o [T, heads, d], gate [T, heads * d] -> [T, heads * d], one rounding (D-12)."""
-    return num.bf(norm_weightless(o, eps).flatten(1) * torch.sigmoid(gate))
+    return num.bf(norm_weightless(o, eps).flatten(1) * sigmoid(gate))
 
 
 def a8_output_projection(y: Tensor, o_proj: Tensor, num: Numerics) -> Tensor:

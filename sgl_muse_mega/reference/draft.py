@@ -4,13 +4,13 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, silu
+from torch.nn.functional import pad
 
 from sgl_muse_mega.checkpoint.weights import ConvWeights, DraftLayerWeights, DraftWeights
 from sgl_muse_mega.config import DraftConfig
 from sgl_muse_mega.reference import attention, head, selector
 from sgl_muse_mega.reference.cache import KVCache
-from sgl_muse_mega.reference.numerics import Numerics, linear, norm_absolute, norm_weightless, widened
+from sgl_muse_mega.reference.numerics import Numerics, linear, norm_absolute, norm_weightless, silu, widened
 from sgl_muse_mega.reference.rope import rope_tables, rotate_half
 
 

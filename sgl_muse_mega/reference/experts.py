@@ -2,11 +2,17 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from sgl_muse_mega.checkpoint.nvfp4 import dequantize_codes
 from sgl_muse_mega.checkpoint.weights import Nvfp4Experts
-from sgl_muse_mega.reference.numerics import Numerics, linear, norm_weight_first, norm_zero_centred
+from sgl_muse_mega.reference.numerics import (
+    Numerics,
+    linear,
+    norm_weight_first,
+    norm_zero_centred,
+    sigmoid,
+    silu,
+)
 
 ROUTE_EPS = 1e-15
 
@@ -23,7 +29,7 @@ def f2_router_logits(b: Tensor, router: Tensor) -> Tensor:
 
 def f3_router_scores(logits: Tensor, output_multiplier: float) -> Tensor:
     """r = sigmoid(l * output_multiplier)."""
-    return torch.sigmoid(logits * output_multiplier)
+    return sigmoid(logits * output_multiplier)
 
 
 def f4_select(scores: Tensor, bias: Tensor, top_k: int) -> Tensor:

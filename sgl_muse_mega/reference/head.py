@@ -23,4 +23,4 @@ def o2_head(hf: Tensor, lm_head: Tensor) -> Tensor:
 
 def o3_softcap(z: Tensor, output_multiplier: float, softcap: float) -> Tensor:
     """logits = softcap * tanh(z * output_multiplier / softcap)."""
-    return softcap * torch.tanh(z * output_multiplier / softcap)
+    return softcap * torch.tanh((z * output_multiplier / softcap).double()).to(z.dtype)

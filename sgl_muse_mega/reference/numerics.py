@@ -44,6 +44,17 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return (x.double() @ weight.double().T).to(x.dtype)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """Computed in float64 and rounded once, like the sums: PyTorch's float32 code gives other last bits at the end of a
+    tensor than inside it, so that a row would depend on the number of rows."""
+    return torch.sigmoid(x.double()).to(x.dtype)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x sigmoid(x), computed like `sigmoid`."""
+    return torch.nn.functional.silu(x.double()).to(x.dtype)
+
+
 def rms(x: Tensor, eps: float) -> Tensor:
     """x * rsqrt(mean(x^2) + eps) over the last dimension."""
     mean_square = x.double().square().mean(dim=-1, keepdim=True)
