@@ -98,7 +98,7 @@ DEVICE void embed_row(const Params& p, int row) {
     });
     const float embedded = row_sum(squares, 0);
     const float factor = cfg::NORMED_EMBEDDING
-                             ? reciprocal_root(embedded / cfg::HIDDEN + cfg::EMBEDDING_EPS) * cfg::EMBEDDING_SCALE
+                             ? reciprocal_root(embedded / cfg::HIDDEN + cfg::TARGET_EPS) * cfg::EMBEDDING_SCALE
                              : cfg::EMBEDDING_SCALE;
     squares = 0.f;
     for_columns<cfg::HIDDEN>([&](int i, int column) {

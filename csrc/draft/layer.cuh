@@ -6,6 +6,7 @@
 #include "layer/trace.cuh"
 #include "product.cuh"
 #include "step/launch.cuh"
+#include "warm.cuh"
 
 namespace draft {
 
@@ -52,6 +53,8 @@ DEVICE void layer_tokens(const Params& p, uint32_t epoch) {
     using protocol::Counter;
     const uint64_t policy = eviction_policy(Keep::last_out);
     Ring ring;
+    warm::small_weights(p);
+    warm::context(p);
     if (p.is_first != 0) wait_rows(p, Counter::EMBEDDED, epoch);
     fence_generic_to_async();  // the previous launch's rows, too
     load_tokens<ConvTaps>(p, ring, p.input, policy);

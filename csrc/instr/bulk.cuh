@@ -20,3 +20,7 @@ DEVICE void bulk_load(uint32_t destination, const void* source, uint32_t bytes, 
         "l"(source), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
         : "memory");
 }
+// Asks for bytes to be brought into L2; nothing waits for them.
+DEVICE void bulk_prefetch(const void* source, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}

@@ -1,4 +1,4 @@
-// The accept launch: one CTA per row judges it, then CTA 0 commits the rows and writes the next step's inputs.
+// The accept launch: SHARES CTAs judge each row, then CTA 0 commits the rows and writes the next step's inputs.
 #pragma once
 #include "launch.cuh"
 #include "verdict.cuh"
@@ -111,17 +111,20 @@ DEVICE void commit(const Params& p) {
 DEVICE void run(const Params& p) {
     launch::open();
     const uint32_t epoch = launch::begin_epoch(p, cfg::THREADS);
-    const int row = cta_index();
-    if (row < p.rows && !request::greedy(p)) {
-        const verdict::Verdict mine = verdict::judge(p, row);
-        if (thread_index() == 0) {
-            global_store(p.verdicts + 2 * row, static_cast<int64_t>(mine.kind));
-            global_store(p.verdicts + 2 * row + 1, mine.token);
+    mass::Team team(p, epoch);
+    if (team.row < p.rows && !request::greedy(p)) {
+        const verdict::Verdict mine = verdict::judge(p, team);
+        if (team.leads() && thread_index() == 0) {
+            global_store(p.verdicts + 2 * team.row, static_cast<int64_t>(mine.kind));
+            global_store(p.verdicts + 2 * team.row + 1, mine.token);
         }
     }
     mass::cta_barrier();  // every warp has read the inputs that CTA 0 is about to replace
-    if (thread_index() == 0) add_release(counter_address(p, protocol::Counter::VERDICTS), 1u);
-    if (row != 0 || warp_index() != 0) return;
+    if (thread_index() == 0) {
+        team.finish();
+        add_release(counter_address(p, protocol::Counter::VERDICTS), 1u);
+    }
+    if (cta_index() != 0 || warp_index() != 0) return;
     wait_counter_warp(p, protocol::Counter::VERDICTS, epoch);
     commit(p);
     launch::end_epoch(p, epoch);

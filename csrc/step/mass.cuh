@@ -4,13 +4,19 @@
 #pragma once
 #include "instr/convert.cuh"
 #include "request.cuh"
+#include "together.cuh"
 
 namespace mass {
+
+using together::cta_barrier;
+using together::shuffle_wide;
+using together::Team;
+using together::warp_sum;
+using together::WARPS;
 
 constexpr float ONE = 0x1p44f;
 constexpr int SEGMENT = 256;  // ids; a lane has eight of them, in two groups of four
 constexpr int SEGMENTS = (cfg::VOCAB + SEGMENT - 1) / SEGMENT;
-constexpr int WARPS = cfg::THREADS / WARP;
 static_assert(cfg::VOCAB % 4 == 0 && cfg::VOCAB <= (1 << 19), "groups of four, and a total below 2^63");
 
 // Order of logits as unsigned integers; neither is NaN.
@@ -28,15 +34,6 @@ struct Row {
     DEVICE uint64_t weight(float z) const { return static_cast<uint64_t>(exponential((z - top) * per_nat) * ONE); }
 };
 
-DEVICE uint64_t shuffle_wide(uint64_t value, int lane) {
-    return static_cast<uint64_t>(shuffle(static_cast<uint32_t>(value >> 32), lane)) << 32 |
-           shuffle(static_cast<uint32_t>(value), lane);
-}
-DEVICE uint64_t warp_sum(uint64_t value) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) value += shuffle_wide(value, lane_index() ^ step);
-    return value;
-}
 // Sum over the lanes up to this one.
 DEVICE uint64_t warp_prefix(uint64_t value) {
 #pragma unroll
@@ -49,19 +46,6 @@ DEVICE uint64_t warp_prefix(uint64_t value) {
 DEVICE int first_lane(bool predicate) {
     const uint32_t bits = warp_ballot(predicate);
     return bits == 0u ? WARP : population_count((bits & (0u - bits)) - 1u);
-}
-
-DEVICE void cta_barrier() { barrier_sync(0, cfg::THREADS); }
-
-// Sum over the CTA, in every thread. All threads; ends with a barrier on both sides of the exchange.
-DEVICE uint64_t cta_sum(uint64_t value) {
-    value = warp_sum(value);
-    if (lane_index() == 0) shared_store(cfg::SUMS_AT + warp_index() * 8, value);
-    cta_barrier();
-    uint64_t sum = 0;
-    for (int warp = 0; warp < WARPS; ++warp) sum += shared_load<uint64_t>(cfg::SUMS_AT + warp * 8);
-    cta_barrier();
-    return sum;
 }
 
 // Calls body(id, z) for the four ids of every group this lane has in `segment`, which is this warp's.
@@ -79,24 +63,39 @@ DEVICE void for_ids(const Row& row, int segment, Body body) {
     }
 }
 
-// Leaves the segments' sums of value(id, z), an integer, in shared memory and returns the total. All threads.
-template <class Value>
-DEVICE uint64_t sum_segments(const Row& row, Value value) {
-    uint64_t mine = 0;
+// Calls body(segment) for the segments of this warp; the row's CTAs share them.
+template <class Body>
+DEVICE void for_segments(const Team& team, Body body) {
+    const int first = team.share * WARPS + warp_index();
 #pragma unroll 2
-    for (int segment = warp_index(); segment < SEGMENTS; segment += WARPS) {
+    for (int segment = first; segment < SEGMENTS; segment += cfg::SHARES * WARPS) body(segment);
+}
+
+// Leaves the segments' sums of value(id, z), an integer, in memory and returns the total. All CTAs of the row.
+template <class Value>
+DEVICE uint64_t sum_segments(Team& team, const Row& row, Value value) {
+    uint64_t mine = 0;
+    for_segments(team, [&](int segment) {
         uint64_t sum = 0;
         for_ids(row, segment, [&](int id, float z) { sum += value(id, z); });
         sum = warp_sum(sum);
         if (lane_index() == 0) {
-            shared_store(cfg::SEGMENTS_AT + segment * 8, sum);
+            global_store(team.p.segment_sums + team.row * SEGMENTS + segment, sum);
             mine += sum;
         }
-    }
-    return cta_sum(mine);
+    });
+    return team.sum(mine);
 }
 
-// One warp, after sum_segments of the same values: the first id whose running sum exceeds `target`, which is below the
+// The leader's threads, after sum_segments: the sums into its shared memory.
+DEVICE void fetch_segments(const Team& team) {
+    for (int i = thread_index(); i < SEGMENTS; i += cfg::THREADS) {
+        shared_store(cfg::SEGMENTS_AT + i * 8, global_load(team.p.segment_sums + team.row * SEGMENTS + i));
+    }
+    cta_barrier();
+}
+
+// One warp of the leader, after fetch_segments of the same values: the first id whose running sum exceeds `target`, which is below the
 // total.
 template <class Value>
 DEVICE int find(const Row& row, uint64_t target, Value value) {
@@ -127,7 +126,7 @@ DEVICE int find(const Row& row, uint64_t target, Value value) {
     return cfg::VOCAB - 1;
 }
 
-// `find` by the first warp; the id in every thread. All threads.
+// `find` by the leader's first warp; the id in all of the leader's threads.
 template <class Value>
 DEVICE int locate(const Row& row, uint64_t target, Value value) {
     if (warp_index() == 0) {

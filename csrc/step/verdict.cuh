@@ -14,19 +14,23 @@ struct Verdict {
 };
 
 // Which ids the request's filters leave, in the order top-k, top-p, min-p.
-DEVICE filter::Prefix choose_prefix(const Params& p, const mass::Row& row) {
+DEVICE filter::Prefix choose_prefix(const Params& p, mass::Team& team, const mass::Row& row) {
     filter::Prefix prefix;
     const int64_t top_k = request::word(p, Request::TOP_K);
-    if (top_k > 0 && top_k < cfg::VOCAB) prefix = filter::reach<false>(row, static_cast<uint64_t>(top_k));
+    if (top_k > 0 && top_k < cfg::VOCAB) prefix = filter::reach<false>(team, row, static_cast<uint64_t>(top_k), cfg::VOCAB);
     const double top_p = request::number(p, Request::TOP_P);
     if (top_p < 1.) {
         // The mass that counts is that of what top-k left; its order is the beginning of the whole order.
-        const uint64_t total = mass::sum_segments(row, [&](int id, float z) { return prefix.weight(row, id, z); });
+        const uint64_t whole = filter::above<true>(team, row, 0u).measure;
+        const uint64_t total =
+            top_k > 0 && top_k < cfg::VOCAB
+                ? mass::sum_segments(team, row, [&](int id, float z) { return prefix.weight(row, id, z); })
+                : whole;
         const double share = top_p * static_cast<double>(total);
         uint64_t goal = static_cast<uint64_t>(share);
         if (static_cast<double>(goal) < share) ++goal;
         goal = goal < 1u ? 1u : (goal < total ? goal : total);
-        prefix = filter::reach<true>(row, goal);
+        prefix = filter::reach<true>(team, row, goal, whole);
     }
     const double least = request::number(p, Request::MIN_P) * static_cast<double>(mass::ONE);
     prefix.min_weight = static_cast<uint64_t>(least);
@@ -45,7 +49,7 @@ DEVICE uint64_t cut_of(int id) {
     return cut;
 }
 
-// Fills the cuts, takes them off the segments' sums, and returns what they come to. All threads.
+// Fills the cuts, takes them off the segments' sums, and returns what they come to. The leader's threads.
 DEVICE uint64_t take_cuts(const Params& p, const mass::Row& row, const filter::Prefix& prefix, int slot,
                           uint64_t total) {
     if (thread_index() == 0) {
@@ -89,20 +93,23 @@ DEVICE bool keeps_draft(const Params& p, const mass::Row& row, const filter::Pre
     return q > 0. && bits * 0x1p-24 * q * static_cast<double>(total) < static_cast<double>(weight);
 }
 
-// All threads of the row's CTA; every thread gets the verdict.
-DEVICE Verdict judge(const Params& p, int slot) {
+// All CTAs of the row; the leader's threads get the verdict.
+DEVICE Verdict judge(const Params& p, mass::Team& team) {
+    const int slot = team.row;
     const int64_t best = global_load(p.greedy_ids + slot);
     if (best < 0 || best >= cfg::VOCAB) return {BROKEN, 0};
     const float* logits = p.logits + static_cast<int64_t>(slot) * cfg::VOCAB;
     const float top = global_load(logits + best);
     const mass::Row row{logits, top, static_cast<float>(1. / request::number(p, Request::TEMPERATURE))};
-    const filter::Prefix prefix = choose_prefix(p, row);
+    const filter::Prefix prefix = choose_prefix(p, team, row);
     bool broken = !(top < infinity() && top > -infinity());
-    const uint64_t total = mass::sum_segments(row, [&](int id, float z) {
+    const uint64_t total = mass::sum_segments(team, row, [&](int id, float z) {
         broken = broken || z != z;
         return prefix.weight(row, id, z);
     });
-    if (mass::cta_sum(broken ? 1u : 0u) != 0u) return {BROKEN, 0};
+    if (team.sum(broken ? 1u : 0u) != 0u) return {BROKEN, 0};
+    if (!team.leads()) return {REJECTED, 0};
+    mass::fetch_segments(team);
 
     const uint64_t seed = request::seed(p), position = static_cast<uint64_t>(global_load(p.length)) + 1u + slot;
     const uint32_t draw = philox::bits(seed, position, philox::SAMPLE);

@@ -136,7 +136,7 @@ def stretches(loop: DecodeLoop, options: Options) -> list[Stretch]:
         block,
         draft_head,
         ("verify layers", layers + 1, verify_bytes(loop, width), verify),
-        ("head", 1, head, lambda: step.launch_head(width)),
+        ("head", 1, head, lambda: decode.launch_head(width)),
         ("accept", 1, 0, lambda: decode.accept.launch(width)),
         context,
     ]

@@ -13,7 +13,7 @@ _SEGMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class AcceptInstance:
-    """One CTA per row; `row_cap` CTAs in all."""
+    """`shares` CTAs per row."""
 
     source: ClassVar[str] = "accept.cu"
     kernels: ClassVar[tuple[str, ...]] = ("accept_kernel",)
@@ -22,7 +22,8 @@ class AcceptInstance:
     selector_k: int  # 1 without a draft
     softcap: float
     row_cap: int
-    threads: int = 512
+    shares: int
+    threads: int = 384
     list_cap: int = 512  # ids a warp puts aside while a filter is applied
 
     def __post_init__(self) -> None:
@@ -36,15 +37,20 @@ class AcceptInstance:
     @property
     def sms(self) -> int:
         """CTAs of a launch."""
-        return self.row_cap
+        return self.row_cap * self.shares
+
+    @property
+    def segments(self) -> int:
+        """Stretches of a row whose sums are kept."""
+        return -(-self.vocab // _SEGMENT)
 
     @property
     def shared_offsets(self) -> dict[str, int]:
         warps = self.threads // WARP
         sums = 32
-        cuts = sums + warps * 8
+        cuts = sums + warps * 32  # four values per warp
         segments = cuts + 16 * self.selector_k
-        lists = segments + -(-self.vocab // _SEGMENT) * 8
+        lists = segments + self.segments * 8
         return {
             "EPOCH_AT": 0,
             "FOUND_AT": 8,  # an id, then a sum
@@ -58,8 +64,8 @@ class AcceptInstance:
     def header(self) -> str:
         """Text of instance.h."""
         integers = {
-            "SMS": self.row_cap, "ROW_CAP": self.row_cap, "THREADS": self.threads, "MATH_THREADS": self.threads,
-            "VOCAB": self.vocab, "SELECTOR_K": self.selector_k, "LIST_CAP": self.list_cap,
+            "SMS": self.sms, "ROW_CAP": self.row_cap, "SHARES": self.shares, "THREADS": self.threads,
+            "MATH_THREADS": self.threads, "VOCAB": self.vocab, "SELECTOR_K": self.selector_k, "LIST_CAP": self.list_cap,
         }  # fmt: skip
         floats = {"SOFTCAP": self.softcap}
         return draft_protocol.header(

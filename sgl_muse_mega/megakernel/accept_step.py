@@ -2,14 +2,16 @@
 
 from dataclasses import fields
 
+import torch
 from torch import Tensor
 
 from sgl_muse_mega.megakernel import draft_protocol
 from sgl_muse_mega.megakernel.accept_instance import AcceptInstance
 from sgl_muse_mega.megakernel.build import Progress, quiet
 from sgl_muse_mega.megakernel.draft_protocol import ACCEPT_LAUNCH, DraftParams
-from sgl_muse_mega.megakernel.draft_scratch import DecodeState, DraftActivations, KernelControl
+from sgl_muse_mega.megakernel.draft_scratch import DecodeState, DraftActivations, KernelControl, as_int32
 from sgl_muse_mega.megakernel.machine import Machine
+from sgl_muse_mega.megakernel.protocol import COUNTER_STRIDE
 from sgl_muse_mega.megakernel.scratch import StepInputs
 
 
@@ -27,6 +29,7 @@ class AcceptStep:
         *,
         softcap: float,
         progress: Progress = quiet,
+        threads: int = 384,
         first_epoch: int = 0,
     ) -> None:
         """logits f32 [row_cap, V], greedy_ids int64 [row_cap]. Raises UserError when the sizes do not fit."""
@@ -34,11 +37,20 @@ class AcceptStep:
         self._logits, self._greedy_ids, self._draft = logits, greedy_ids, draft
         row_cap, vocab = logits.shape
         selector_k = draft.candidates.shape[1] if draft else 1
-        self.instance = AcceptInstance(vocab=vocab, selector_k=selector_k, softcap=softcap, row_cap=row_cap)
+        self.instance = AcceptInstance(
+            vocab=vocab, selector_k=selector_k, softcap=softcap, row_cap=row_cap,
+            shares=max(1, machine.sms // row_cap), threads=threads,
+        )  # fmt: skip
         self.module = machine.load(self.instance, progress)
         self.control = KernelControl.allocate(
             draft_protocol.ACCEPT_COUNTERS, self.instance.sms, row_cap, machine.device, first_epoch
         )
+        growth = self.instance.shares * draft_protocol.ROW_SUMS
+        words = torch.zeros(row_cap, COUNTER_STRIDE, dtype=torch.int64)
+        words[:, 0] = first_epoch * growth % 2**32
+        self.row_counters = as_int32(words).to(machine.device)
+        self.row_sums = torch.zeros(row_cap, 2, self.instance.shares, 4, dtype=torch.int64, device=machine.device)
+        self.segment_sums = torch.zeros(row_cap, self.instance.segments, dtype=torch.int64, device=machine.device)
 
     def launch(self, rows: int) -> None:
         """Enqueues the verdict on the first `rows` rows."""
@@ -54,10 +66,13 @@ class AcceptStep:
             params.probabilities = self._draft.probabilities.data_ptr()
         params.fault_record = self.machine.fault_record.data_ptr()
         params.deadline_ns = self.machine.deadline_ns
+        for name in ("row_counters", "row_sums", "segment_sums"):
+            setattr(params, name, getattr(self, name).data_ptr())
         params.rows, params.launch = rows, ACCEPT_LAUNCH
         self.module.launch("accept_kernel", params)
 
     def memory(self) -> list[tuple[str, Tensor, bool, bool]]:
         """What `Machine.declare` wants to know of this object's own memory."""
         found = [(f"accept.{f.name}", getattr(self.control, f.name), False, True) for f in fields(self.control)]
+        found += [(f"accept.{n}", getattr(self, n), False, True) for n in ("row_counters", "row_sums", "segment_sums")]
         return found + [(f"state.{f.name}", getattr(self.state, f.name), False, True) for f in fields(self.state)]

@@ -10,6 +10,7 @@ from sgl_muse_mega.megakernel.backend import ROW_CAPS, to_device
 from sgl_muse_mega.megakernel.build import Progress, quiet
 from sgl_muse_mega.megakernel.decode_loop import DecodeLoop
 from sgl_muse_mega.megakernel.decode_step import DecodeStep
+from sgl_muse_mega.megakernel.draft_instance import TargetEnds
 from sgl_muse_mega.megakernel.draft_scratch import DecodeState
 from sgl_muse_mega.megakernel.draft_step import DraftStep
 from sgl_muse_mega.megakernel.draft_weights import KernelDraft, prepare_draft
@@ -90,7 +91,7 @@ def assemble(
     if draft_config is not None and draft_weights is not None:
         draft = DraftStep(
             draft_config, draft_weights, machine, step.inputs, step.taps, state,
-            embedding_eps=target_config.rms_norm_eps, progress=progress,
+            target=TargetEnds.of(target_config), progress=progress,
         )  # fmt: skip
         draft.use_caches(caches(len(draft_weights.layers), draft_config, torch.bfloat16))
         draft.pages.copy_(pages)

@@ -28,16 +28,29 @@ class DecodeStep:
         """Enqueues one step."""
         if self.draft and width > 1:
             self.draft.launch(width)
-        self.step.launch(width)
+        self._verify(width)
         self.accept.launch(width)
         if self.draft:
             self.draft.launch_context(width)
 
     def launch_prompt(self, rows: int) -> None:
         """Enqueues `rows` prompt rows: the target's K, V and logits, and the draft's context."""
-        self.step.launch(rows)
+        self._verify(rows)
         if self.draft:
             self.draft.launch_context(rows)
+
+    def launch_head(self, rows: int) -> None:
+        """Enqueues the target's head; with a draft, over the draft's copy of it, which is the faster one to read."""
+        if self.draft:
+            self.draft.launch_verify_head(rows, self.step)
+        else:
+            self.step.launch_head(rows)
+
+    def _verify(self, rows: int) -> None:
+        self.step.launch_embed(rows)
+        for index in range(len(self.step.weights.layers)):
+            self.step.launch_layer(index, rows)
+        self.launch_head(rows)
 
     def seek(self, tokens: Sequence[int], length: int) -> None:
         """Makes `tokens` the next rows, at positions length .. ; the draft context of all of them will be written."""

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from sgl_muse_mega.config import DraftConfig
+from sgl_muse_mega.config import DraftConfig, TargetConfig
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel import draft_protocol
 from sgl_muse_mega.megakernel.instance import BLOCK_ROWS, HOPPER_SHARED_BYTES, WARP, Dense, padded_rows
@@ -22,11 +22,26 @@ def chunk_of(k: int, largest: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class TargetEnds:
+    """What the draft's kernels need to know of the target's embedding and head."""
+
+    eps: float  # of the embedding's and of the final norm
+    output_multiplier: float
+    softcap: float
+
+    @classmethod
+    def of(cls, config: TargetConfig) -> "TargetEnds":
+        return cls(config.rms_norm_eps, config.output_multiplier, config.final_logit_softcapping)
+
+
+@dataclass(frozen=True, slots=True)
 class DraftInstance:
     """Sizes of a draft on one GPU; `row_cap` is 8 or 16 rows per block."""
 
     source: ClassVar[str] = "draft.cu"
-    kernels: ClassVar[tuple[str, ...]] = ("draft_layer_kernel", "draft_head_kernel", "draft_context_kernel")
+    kernels: ClassVar[tuple[str, ...]] = (
+        "draft_layer_kernel", "draft_head_kernel", "verify_head_kernel", "draft_context_kernel"
+    )  # fmt: skip
 
     hidden: int
     heads: int
@@ -44,19 +59,19 @@ class DraftInstance:
     mask_token: int
     normed_embedding: bool
     embedding_scale: float
-    embedding_eps: float
+    target: TargetEnds
     rms_eps: float
     output_multiplier: float
     softcap: float
     row_cap: int
     sms: int
     math_warps: int = 8
-    kv_split: int = 64
+    kv_split: int = 128
     trace: bool = False
 
     @classmethod
-    def for_config(cls, config: DraftConfig, embedding_eps: float, *, row_cap: int, sms: int) -> "DraftInstance":
-        """embedding_eps: of the target's embedding norm. Raises UserError, listing every size that does not fit."""
+    def for_config(cls, config: DraftConfig, target: TargetEnds, *, row_cap: int, sms: int) -> "DraftInstance":
+        """Raises UserError, listing every size that does not fit."""
         instance = cls(
             hidden=config.hidden_size,
             heads=config.num_attention_heads,
@@ -74,7 +89,7 @@ class DraftInstance:
             mask_token=config.mask_token_id,
             normed_embedding=config.normed_embedding,
             embedding_scale=config.input_embedding_scale,
-            embedding_eps=embedding_eps,
+            target=target,
             rms_eps=config.rms_norm_eps,
             output_multiplier=config.output_multiplier,
             softcap=config.final_logit_softcapping,
@@ -189,9 +204,10 @@ class DraftInstance:
             integers[f"{name}_PARTS"] = dense.parts
         offsets = self.shared_offsets | {"STAGE_WEIGHT_BYTES": self.stage_weight_bytes, "STAGE_BYTES": self.stage_bytes}
         floats = {
-            "RMS_EPS": self.rms_eps, "EMBEDDING_EPS": self.embedding_eps, "EMBEDDING_SCALE": self.embedding_scale,
+            "RMS_EPS": self.rms_eps, "TARGET_EPS": self.target.eps, "EMBEDDING_SCALE": self.embedding_scale,
             "OUTPUT_MULTIPLIER": self.output_multiplier, "SOFTCAP": self.softcap,
-            "SCORE_SCALE_LOG2": self.head_dim**-0.5 * _LOG2_E,
+            "SCORE_SCALE_LOG2": self.head_dim**-0.5 * _LOG2_E, "TARGET_SOFTCAP": self.target.softcap,
+            "TARGET_MULTIPLIER": self.target.output_multiplier,
         }  # fmt: skip
         flags = {"CAUSAL": self.causal, "NORMED_EMBEDDING": self.normed_embedding, "TRACE": self.trace}
         return draft_protocol.header(

@@ -34,19 +34,22 @@ DRAFT_COUNTERS: tuple[HandOff, ...] = (
     HandOff("SCORES", Arrivals.EVERY_CTA, "the best draft scores of all CTAs"),
     HandOff("CHOSEN", Arrivals.EVERY_ROW, "the candidates of all slots"),
     HandOff("LATTICE", Arrivals.EVERY_ROW, "the lattice of all slots"),
+    HandOff("NORMED", Arrivals.EVERY_ROW, "the verify rows' final norm"),
     HandOff("FUSION", Arrivals.EVERY_CTA, "the parts of the draft's fc"),
     HandOff("CONTEXT", Arrivals.EVERY_ROW, "the draft's context rows"),
     HandOff("CONTEXT_KV", Arrivals.EVERY_CTA, "the parts of the draft's context keys and values"),
 )
 
 ACCEPT_COUNTERS: tuple[HandOff, ...] = (
-    HandOff("VERDICTS", Arrivals.EVERY_ROW, "the accept rule's verdict on every row"),
+    HandOff("VERDICTS", Arrivals.EVERY_CTA, "the accept rule's verdict on every row"),
 )
 
 SITES: tuple[tuple[str, str], ...] = (
     ("RING_EMPTY", "a free stage of its own ring"),
     ("RING_FULL", "a loaded stage of its own ring"),
+    ("ROW_SUM", "the other CTAs of its row in the accept rule"),
 )
+ROW_SUMS = 160  # most sums over the CTAs of a row in one accept launch; its counter grows by so many per CTA
 
 # Points of a draft layer's timeline (csrc/layer/trace.cuh).
 POINTS: tuple[str, ...] = (
@@ -102,10 +105,12 @@ PARAMETERS: tuple[tuple[str, str, int], ...] = tuple(
         ("context_key_norm", "const uint16_t*", MAX_LAYERS), ("context_key_cache", "uint16_t*", MAX_LAYERS),
         ("context_value_cache", "uint16_t*", MAX_LAYERS), ("taps", "const uint16_t*"), ("fusion_partial", "float*"),
         ("context", "uint16_t*"), ("context_partial", "float*"),
-        # accept
-        ("logits", "const float*"), ("greedy_ids", "const int64_t*"), ("full_slots", "int64_t*"),
+        # verify head and accept
+        ("stream", "const float*"), ("final_norm", "const uint16_t*"), ("logits", "float*"), ("greedy_ids", "int64_t*"),
+        ("full_slots", "int64_t*"),
         ("sliding_slots", "int64_t*"), ("full_pages", "const int32_t*"), ("sliding_pages", "const int32_t*"),
-        ("verdicts", "int64_t*"), ("outputs", "uint64_t*"), ("trace", "uint64_t*"),
+        ("verdicts", "int64_t*"), ("outputs", "uint64_t*"), ("row_counters", "uint32_t*"), ("row_sums", "uint64_t*"),
+        ("segment_sums", "uint64_t*"), ("trace", "uint64_t*"),
         # numbers
         ("rows", "int32_t"), ("is_first", "int32_t"), ("rank", "int32_t"), ("launch", "int32_t"),
     )
@@ -159,6 +164,7 @@ enum class Request : int {{ {", ".join(REQUEST)}, STOPS }};
 enum State : int {{ {", ".join(STATE)} }};
 enum class Output : int {{ {", ".join(OUTPUT)}, TOKENS }};
 enum class Reason : int64_t {{ {", ".join(REASONS)} }};
+constexpr int ROW_SUMS = {ROW_SUMS};
 constexpr int OUTPUT_SLOTS = {OUTPUT_SLOTS}, OUTPUT_WORDS = {OUTPUT_WORDS};
 constexpr int COUNTER_STRIDE = {COUNTER_STRIDE};
 constexpr uint64_t RECORD_COMPLETE = {RECORD_COMPLETE:#x}ull;

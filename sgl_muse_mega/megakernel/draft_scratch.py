@@ -105,8 +105,13 @@ class KernelControl:
         for index, counter in enumerate(hand_offs):
             counters[index, 0] = protocol.expected(counter, epoch - 1, sms=sms, row_cap=row_cap)
         words = torch.cat((counters.flatten(), torch.tensor([epoch])))
-        signed = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+        signed = as_int32(words)
         return cls(signed[:-1].to(device), signed[-1:].to(device))
+
+
+def as_int32(words: Tensor) -> Tensor:
+    """Unsigned 32-bit values held in int64 -> the same bits in int32."""
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,14 @@ from sgl_muse_mega.config import DraftConfig
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel import draft_protocol
 from sgl_muse_mega.megakernel.build import Progress, quiet
-from sgl_muse_mega.megakernel.draft_instance import DraftInstance
+from sgl_muse_mega.megakernel.draft_instance import DraftInstance, TargetEnds
 from sgl_muse_mega.megakernel.draft_protocol import FIRST_LAUNCH, DraftParams
 from sgl_muse_mega.megakernel.draft_scratch import DecodeState, DraftActivations, KernelControl
 from sgl_muse_mega.megakernel.draft_weights import KernelDraft, KernelDraftLayer, check_draft
 from sgl_muse_mega.megakernel.instance import BLOCK_ROWS
 from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.scratch import StepInputs
+from sgl_muse_mega.megakernel.step import Step
 from sgl_muse_mega.megakernel.tensors import Spec, check
 from sgl_muse_mega.megakernel.weights import rope_table
 
@@ -36,7 +37,7 @@ class DraftStep:
         taps: Tensor,
         state: DecodeState,
         *,
-        embedding_eps: float,
+        target: TargetEnds,
         progress: Progress = quiet,
         first_epoch: int = 0,
     ) -> None:
@@ -44,7 +45,7 @@ class DraftStep:
         self.config, self.weights, self.machine = config, weights, machine
         self.inputs, self.taps, self.state = inputs, taps, state
         row_cap, positions = len(inputs.token_ids), len(inputs.full_pages)
-        self.instance = DraftInstance.for_config(config, embedding_eps, row_cap=row_cap, sms=machine.sms)
+        self.instance = DraftInstance.for_config(config, target, row_cap=row_cap, sms=machine.sms)
         device = machine.device
         check_draft(config, weights, device)
         taps_shape = (row_cap, len(config.target_layer_ids), config.hidden_size)
@@ -109,6 +110,15 @@ class DraftStep:
         for name in ("hidden_projection", "lm_head", "predecessors", "successors"):
             setattr(params, name, getattr(self.weights, name).data_ptr())
         self.module.launch("draft_head_kernel", params)
+
+    def launch_verify_head(self, rows: int, step: Step) -> None:
+        """The target's logits and greedy tokens of `step`'s stream, in place of its own head launch."""
+        params = self._params("verify_head_kernel", rows, len(self.weights.layers) + 2)
+        params.lm_head = self.weights.lm_head.data_ptr()
+        params.final_norm = step.weights.final_norm.data_ptr()
+        for name in ("stream", "logits", "greedy_ids"):
+            setattr(params, name, getattr(step.activations, name).data_ptr())
+        self.module.launch("verify_head_kernel", params)
 
     def launch_context(self, rows: int) -> None:
         """K and V of the state's committed rows among the first `rows` rows of the taps."""

@@ -11,6 +11,7 @@ from sgl_muse_mega.config import DraftConfig
 from sgl_muse_mega.emulator.machine import PLAIN, Schedule
 from sgl_muse_mega.emulator.stepper import Emulator
 from sgl_muse_mega.megakernel.decode_request import request_words
+from sgl_muse_mega.megakernel.draft_instance import TargetEnds
 from sgl_muse_mega.megakernel.draft_scratch import DecodeState
 from sgl_muse_mega.megakernel.draft_step import DraftStep
 from sgl_muse_mega.megakernel.draft_weights import prepare_draft
@@ -57,7 +58,7 @@ class DraftCase:
         self.state = DecodeState.allocate(row_cap, device)
         self.step = DraftStep(
             config, prepare_draft(config, weights, embedding, lm_head), self.emulator, self.inputs, self.taps,
-            self.state, embedding_eps=EMBEDDING_EPS, first_epoch=first_epoch,
+            self.state, target=TargetEnds(EMBEDDING_EPS, 0.5, 20.0), first_epoch=first_epoch,
         )  # fmt: skip
         slots = max_context + row_cap + 40
         cache_shape = (slots, config.num_key_value_heads, config.head_dim)

@@ -29,7 +29,7 @@ class AcceptCase:
     """One verify step's results for the kernel and for the rules."""
 
     def __init__(self, first_epoch: int = 0) -> None:
-        self.emulator = Emulator()
+        self.emulator = Emulator(sms=2 * ROW_CAP)  # two CTAs a row
         self.inputs = StepInputs.allocate(ROW_CAP, CONTEXT + ROW_CAP, self.emulator.device)
         self.inputs.full_pages.copy_(torch.arange(CONTEXT + ROW_CAP) * 3 + 1)
         self.inputs.sliding_pages.copy_(torch.arange(CONTEXT + ROW_CAP) * 5 + 2)
@@ -39,7 +39,7 @@ class AcceptCase:
         self.draft = _draft_activations()
         self.step = AcceptStep(
             self.emulator, self.inputs, self.logits, self.greedy_ids, self.state, self.draft,
-            softcap=20.0, first_epoch=first_epoch,
+            softcap=20.0, threads=64, first_epoch=first_epoch,
         )  # fmt: skip
 
     def start(self, params: SamplingParams, length: int, **request: object) -> None:

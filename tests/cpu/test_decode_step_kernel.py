@@ -65,6 +65,18 @@ def test_sampled_text(pair: Pair) -> None:
     pair.both(SamplingParams(temperature=1.2, top_k=50, min_p=0.001, seed=2**64 - 1), 6, 9)
 
 
+def test_both_heads_give_the_same_bits(pair: Pair) -> None:
+    loop = pair.kernels
+    loop.prefill(pair.ids)
+    step = loop.decode.step
+    rows = len(pair.ids) % 8 or 8
+    ours, chosen = step.activations.logits[:rows].clone(), step.activations.greedy_ids[:rows].clone()
+    step.launch_head(rows)
+    step.machine.synchronize()
+    assert torch.equal(step.activations.logits[:rows], ours)
+    assert torch.equal(step.activations.greedy_ids[:rows], chosen)
+
+
 @pytest.mark.parametrize("seed", [1])
 def test_steps_in_any_schedule(pair: Pair, seed: int) -> None:
     machine = pair.kernels.decode.step.machine

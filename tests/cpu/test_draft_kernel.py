@@ -6,7 +6,7 @@ from draft_case import DraftCase, draft_config
 
 from sgl_muse_mega.emulator.machine import PLAIN, racing
 from sgl_muse_mega.errors import UserError
-from sgl_muse_mega.megakernel.draft_instance import DraftInstance
+from sgl_muse_mega.megakernel.draft_instance import DraftInstance, TargetEnds
 from sgl_muse_mega.megakernel.draft_protocol import STATE
 from sgl_muse_mega.megakernel.draft_weights import fragment_order
 from sgl_muse_mega.reference.selector import walk_greedy, walk_sampled
@@ -137,6 +137,6 @@ def test_fragment_order() -> None:
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
-    config = draft_config(head_dim=64, vocab_size=321)
     with pytest.raises(UserError, match=r"head_dim is 64.*vocab_size 321"):
-        DraftInstance.for_config(config, 1e-5, row_cap=8, sms=4)
+        config = draft_config(head_dim=64, vocab_size=321)
+        DraftInstance.for_config(config, TargetEnds(1e-5, 0.5, 20.0), row_cap=8, sms=4)
