@@ -95,8 +95,8 @@ DEVICE void fetch_segments(const Team& team) {
     cta_barrier();
 }
 
-// One warp of the leader, after fetch_segments of the same values: the first id whose running sum exceeds `target`, which is below the
-// total.
+// One warp of the leader, after fetch_segments of the same values: the first id whose running sum exceeds `target`,
+// which is below the total.
 template <class Value>
 DEVICE int find(const Row& row, uint64_t target, Value value) {
     constexpr int PER_LANE = (SEGMENTS + WARP - 1) / WARP;

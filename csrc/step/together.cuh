@@ -34,7 +34,9 @@ struct Team {
     int done = 0;   // sums so far
 
     DEVICE Team(const Params& params, uint32_t epoch)
-        : p(params), row(cta_index() / cfg::SHARES), share(cta_index() % cfg::SHARES),
+        : p(params),
+          row(cta_index() / cfg::SHARES),
+          share(cta_index() % cfg::SHARES),
           base(epoch * static_cast<uint32_t>(cfg::SHARES * MAX_SUMS)) {}
     DEVICE bool leads() const { return share == 0; }
 

@@ -17,15 +17,16 @@ struct Verdict {
 DEVICE filter::Prefix choose_prefix(const Params& p, mass::Team& team, const mass::Row& row) {
     filter::Prefix prefix;
     const int64_t top_k = request::word(p, Request::TOP_K);
-    if (top_k > 0 && top_k < cfg::VOCAB) prefix = filter::reach<false>(team, row, static_cast<uint64_t>(top_k), cfg::VOCAB);
+    if (top_k > 0 && top_k < cfg::VOCAB)
+        prefix = filter::reach<false>(team, row, static_cast<uint64_t>(top_k), cfg::VOCAB);
     const double top_p = request::number(p, Request::TOP_P);
     if (top_p < 1.) {
         // The mass that counts is that of what top-k left; its order is the beginning of the whole order.
         const uint64_t whole = filter::above<true>(team, row, 0u).measure;
-        const uint64_t total =
-            top_k > 0 && top_k < cfg::VOCAB
-                ? mass::sum_segments(team, row, [&](int id, float z) { return prefix.weight(row, id, z); })
-                : whole;
+        const uint64_t total = top_k > 0 && top_k < cfg::VOCAB
+                                   ? mass::sum_segments(
+                                         team, row, [&](int id, float z) { return prefix.weight(row, id, z); })
+                                   : whole;
         const double share = top_p * static_cast<double>(total);
         uint64_t goal = static_cast<uint64_t>(share);
         if (static_cast<double>(goal) < share) ++goal;

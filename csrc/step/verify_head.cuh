@@ -72,8 +72,7 @@ DEVICE void run(const Params& p) {
         load_tokens<LmHead>(p, ring, p.input, eviction_policy(Keep::last_out));
         return;
     }
-    convolution::for_owned_rows(
-        p, Counter::NORMED, [] {}, [&](int row) { norm_row(p, row); });
+    convolution::for_owned_rows(p, Counter::NORMED, [] {}, [&](int row) { norm_row(p, row); });
     run_logits(p, ring);
     wait_counter_math(p, Counter::SCORES, epoch);
     for (int row = 0; row < p.rows; ++row) {

@@ -137,6 +137,7 @@ def test_fragment_order() -> None:
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
+    config = draft_config(head_dim=64, vocab_size=321)
+    ends = TargetEnds(1e-5, 0.5, 20.0)
     with pytest.raises(UserError, match=r"head_dim is 64.*vocab_size 321"):
-        config = draft_config(head_dim=64, vocab_size=321)
-        DraftInstance.for_config(config, TargetEnds(1e-5, 0.5, 20.0), row_cap=8, sms=4)
+        DraftInstance.for_config(config, ends, row_cap=8, sms=4)
