@@ -5,6 +5,19 @@
 #include "instr/bulk.cuh"
 #include "wait.cuh"
 
+// A warp's lanes meet, then one arrival stands for all of them. EVERY_LANE_ARRIVES serves compute-sanitizer's racecheck,
+// which does not see that a lane's accesses come before the meeting, and so before the arrival of another lane.
+#ifdef EVERY_LANE_ARRIVES
+constexpr int WARP_ARRIVALS = WARP;
+#else
+constexpr int WARP_ARRIVALS = 1;
+#endif
+
+DEVICE void arrive_warp(uint32_t barrier) {
+    warp_sync();
+    if (lane_index() < WARP_ARRIVALS) mbarrier_arrive(barrier);
+}
+
 struct Ring {
     int slot = 0;
     uint32_t parity = 0;
@@ -27,8 +40,7 @@ struct Ring {
     DEVICE void wait_full(const Params& p) const { wait_mbarrier(p, full(), parity, protocol::Site::RING_FULL); }
     // One math warp has read the stage for the last time.
     DEVICE void release() {
-        warp_sync();
-        if (lane_index() == 0) mbarrier_arrive(empty());
+        arrive_warp(empty());
         next();
     }
 };
@@ -36,9 +48,9 @@ struct Ring {
 DEVICE void init_ring() {
     for (int slot = 0; slot < cfg::STAGES; ++slot) {
         mbarrier_init(cfg::BARRIERS_AT + slot * 8, 2);
-        mbarrier_init(cfg::BARRIERS_AT + (cfg::STAGES + slot) * 8, cfg::MATH_WARPS);
+        mbarrier_init(cfg::BARRIERS_AT + (cfg::STAGES + slot) * 8, cfg::MATH_WARPS * WARP_ARRIVALS);
     }
-    mbarrier_init(cfg::ROUTING_BARRIER_AT, 1);
+    mbarrier_init(cfg::ROUTING_BARRIER_AT, WARP_ARRIVALS);
     mbarrier_init_fence();
 }
 

@@ -185,8 +185,7 @@ DEVICE void build_table(const Params& p, uint32_t epoch) {
         lines += static_cast<int>(shuffle(static_cast<uint32_t>(sum), WARP - 1));
     }
     if (lane == 0) shared_store(Table::ACTIVE, static_cast<uint32_t>(active));
-    warp_sync();
-    if (lane == 0) mbarrier_arrive(cfg::ROUTING_BARRIER_AT);
+    arrive_warp(cfg::ROUTING_BARRIER_AT);
 }
 
 DEVICE void wait_table(const Params& p) {
