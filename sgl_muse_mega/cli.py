@@ -117,6 +117,42 @@ bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 
+@bench.command(name="layer")
+def bench_layer(
+    rows: Annotated[str, typer.Option("--rows", help="Rows of a launch, with commas.")] = "1,4,8,16",
+    layers: Annotated[int, typer.Option("--layers", help="Layers of the chain, all different.")] = 8,
+    context: Annotated[int, typer.Option("--context", help="Committed positions.")] = 2048,
+    bf16_experts: Annotated[bool, typer.Option("--bf16-experts", help="Instead of NVFP4 ones.")] = False,
+    kv_cache_dtype: KVCacheDtype = "fp8",
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--variant",
+            help="Another arm, taken in turn: NAME:ITEM,ITEM@CHECKOUT. An item is a field of the kernels' instance "
+            "(math_warps=12) or a macro (DEPTH=3); items and checkout may be left out.",
+            show_default=False,
+        ),
+    ] = None,
+    turns: Annotated[int, typer.Option("--turns", help="Turns of each arm.")] = 6,
+    repeats: Annotated[int, typer.Option("--repeats", help="Timed replays of the chain a turn.")] = 8,
+    draws: Annotated[int, typer.Option("--draws", help="Different rows, and so routings, taken in turn.")] = 4,
+    seed: Annotated[int, typer.Option("--seed", help="Of weights, context and rows.")] = 1,
+    check: Annotated[bool, typer.Option(help="Compare stages with the reference, and bits between arms.")] = True,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="A small model on the emulator; its times say nothing.")
+    ] = False,
+    save: Annotated[bool, typer.Option("--save", help="Write the results and the named figures.")] = False,
+) -> None:
+    """Time layers of one rank of four at full size against the memory roof."""
+    from sgl_muse_mega.commands import bench_layer as command
+
+    options = command.Options(
+        command.numbers(rows), layers, context, bf16_experts, kv_cache_dtype, tuple(variant or ()), turns, repeats,
+        draws, seed, check, dry_run, save,
+    )  # fmt: skip
+    raise typer.Exit(command.run(options))
+
+
 @bench.command(name="step")
 def bench_step(
     layers: Annotated[int, typer.Option("--layers", help="Layers of the target.")] = 14,

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from sgl_muse_mega import results
 from sgl_muse_mega.checkpoint.random_weights import random_draft
+from sgl_muse_mega.commands.roof import ROOF_GB_S
 from sgl_muse_mega.config import DraftConfig, TargetConfig
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.cuda import CudaMachine
@@ -21,7 +22,6 @@ from sgl_muse_mega.megakernel.random_step import random_weights, spark_config
 from sgl_muse_mega.results import Figure
 from sgl_muse_mega.speculative.sampling import SamplingParams
 
-ROOF_GB_S = 4615.0  # measured stream of one H200, docs/measured-facts.md
 EXPERTS, HEADS = 256, 128
 
 

@@ -1,6 +1,9 @@
 """Steps over random weights and random contexts, for checks and benchmarks without a checkpoint."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,6 +159,7 @@ class RandomStep:
         max_context: int,
         kv_dtype: str,
         trace: bool = False,
+        tuning: Mapping[str, Any] = MappingProxyType({}),
     ) -> "RandomStep":
         taps = tuple(range(0, config.num_hidden_layers, 2))
         step = Step(
@@ -167,6 +171,7 @@ class RandomStep:
             kv_dtype=kv_dtype,
             taps=taps,
             trace=trace,
+            tuning=tuning,
         )
         shape = (max_context + 3 * MAX_ROWS, config.num_key_value_heads, config.head_dim)
         dtype = CACHE_DTYPES[kv_dtype]

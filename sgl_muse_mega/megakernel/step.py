@@ -1,5 +1,9 @@
 """One verify step: embedding, every layer, head, as launches of the kernels over fixed buffers."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -48,8 +52,12 @@ class Step:
         progress: Progress = quiet,
         first_epoch: int = 0,
         trace: bool = False,
+        tuning: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Raises UserError when the model's sizes or the tensors do not fit the kernels."""
+        """tuning: fields of `Instance` to change, for kernels under test.
+
+        Raises UserError when the model's sizes or the tensors do not fit the kernels.
+        """
         self.config = config
         self.weights = weights
         self.machine = machine
@@ -67,6 +75,7 @@ class Step:
                 sms=machine.sms,
                 local_experts=local,
                 trace=trace,
+                **tuning,
             )
             self.variants[nvfp4] = Variant(instance, machine, progress, first_epoch)
         self.instance = next(iter(self.variants.values())).instance
