@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,16 +73,19 @@ def source_directory() -> Path:
     raise UserError(f"The device code is missing beside {package}; install sgl-muse-mega again.")
 
 
-def build(instance: Compiled, target: str = HOPPER, progress: Progress = quiet) -> Artifact:
+def build(
+    instance: Compiled, target: str = HOPPER, progress: Progress = quiet, defines: Sequence[str] = ()
+) -> Artifact:
     """Returns the compiled instance from the cache, compiling it when it is not there.
 
-    target: an architecture for nvcc ("sm_90a", "sm_103a"). Of several processes that ask at the same time one compiles
-    and the others wait. A file that was damaged is compiled again.
+    target: an architecture for nvcc ("sm_90a", "sm_103a"). defines: macros, for kernels under a tool.
+    Of several processes that ask at the same time one compiles and the others wait. A file that was damaged is
+    compiled again.
     Raises UserError without a compiler, when compilation fails, or when the cache folder cannot be written.
     """
     compiler = _compiler()
     sources = _sources(instance.source)
-    flags = _flags(target)
+    flags = [*_flags(target), *(f"-D{define}" for define in defines)]
     version = _run([str(compiler), "--version"], "The compiler does not run").strip()
     key = _key(sources, [*flags, target, version], instance.header())
     folder = cache_directory()

@@ -82,8 +82,16 @@ class CudaModule:
 class CudaMachine:
     """One GPU of this process."""
 
-    def __init__(self, device: torch.device | str = "cuda", deadline_seconds: float = DEADLINE_SECONDS) -> None:
-        """Raises UserError without a Hopper GPU."""
+    def __init__(
+        self,
+        device: torch.device | str = "cuda",
+        deadline_seconds: float = DEADLINE_SECONDS,
+        defines: Sequence[str] = (),
+    ) -> None:
+        """defines: macros for every kernel, for those that run under a tool.
+
+        Raises UserError without a Hopper GPU.
+        """
         if not torch.cuda.is_available():
             raise UserError("The backend 'cuda' needs a GPU and torch finds none; use --backend reference.")
         device = torch.device(device)
@@ -95,12 +103,13 @@ class CudaMachine:
                 f"{properties.major}.{properties.minor}; use --backend reference."
             )
         self.sms = properties.multi_processor_count
+        self._defines = tuple(defines)
         self.deadline_ns = int(deadline_seconds * 1e9)
         torch.zeros(1, device=self.device)  # makes torch's primary context current for the driver calls
         self.fault_record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=True)
 
     def load(self, instance: Compiled, progress: Progress = quiet) -> CudaModule:
-        artifact = build(instance, HOPPER, progress)
+        artifact = build(instance, HOPPER, progress, self._defines)
         artifact.check_spills()
         return CudaModule(artifact.path, instance)
 
