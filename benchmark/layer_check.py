@@ -4,7 +4,9 @@ python benchmark/layer_check.py --sizes tiny --rows 1-16 --contexts 0,63,64,65 -
 """
 
 import argparse
+import itertools
 import json
+import shlex
 import sys
 import time
 from dataclasses import replace
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sgl_muse_mega import results
 from sgl_muse_mega.config import TargetConfig
 from sgl_muse_mega.emulator.machine import Schedule
 from sgl_muse_mega.emulator.stepper import Emulator
@@ -96,14 +99,58 @@ def numbers(text: str) -> list[int]:
     return found
 
 
+def check_model(machine: Machine, sizes: str, routing: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """All cases of one model; prints the failing ones and returns, per stage, the worst of all comparisons."""
+    config, local_experts = model(sizes)
+    first_expert = local_experts or 0
+    weights = random_weights(
+        config, arguments.seed, machine.device, first_expert=first_expert, local_experts=local_experts
+    )
+    weights = rerouted(weights, routing, first_expert)
+    stages: dict[str, dict[str, Any]] = {}
+    comparisons = failures = 0
+    for kv_dtype, row_cap in itertools.product(arguments.kv.split(","), (8, 16)):
+        wanted = [rows for rows in arguments.rows if (rows <= 8) == (row_cap == 8)]
+        if not wanted:
+            continue
+        case = RandomStep.create(
+            config, weights, machine, row_cap=row_cap, max_context=max(arguments.contexts), kv_dtype=kv_dtype
+        )
+        for rows, length in itertools.product(wanted, arguments.contexts):
+            start = time.monotonic()
+            found = check_case(case, rows, length, arguments.seed + 31 * rows + length, routing)
+            bad = [(where, r) for where, r in found if not r.passed]
+            failures += bool(bad)
+            comparisons += len(found)
+            for _, r in found:
+                stage = stages.setdefault(r.name, {"cosine": 1.0, "relative_rms": 0.0, "comparisons": 0})
+                stage["comparisons"] += 1
+                stage["cosine"] = r.cosine if not r.cosine >= stage["cosine"] else stage["cosine"]
+                stage["relative_rms"] = max(stage["relative_rms"], r.relative_rms)
+            if bad:
+                shown = "; ".join(f"{w} {b.name} cosine {b.cosine:.6f}" for w, b in bad[:4])
+                print(f"FAIL {kv_dtype} rows {rows} context {length}: {shown}", flush=True)
+            elif time.monotonic() - start > 5:
+                print(f"ok   {kv_dtype} rows {rows} context {length}", flush=True)
+    print(
+        f"{sizes}, {routing}: {comparisons} stage comparisons, {failures} failing cases; worst per stage:", flush=True
+    )
+    for name, stage in stages.items():
+        print(f"  {name:30s} cosine {stage['cosine']:.7f}  relative rms {stage['relative_rms']:.2e}")
+    return {
+        "sizes": sizes, "routing": routing, "rows": arguments.rows, "contexts": arguments.contexts,
+        "caches": arguments.kv.split(","), "comparisons": comparisons, "failures": failures, "stages": stages,
+    }  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machine", choices=("cuda", "emulator"), default="cuda")
-    parser.add_argument("--sizes", default="tiny", help="tiny, odd or full, with -bf16 for BF16 experts")
+    parser.add_argument("--sizes", default="tiny", help="tiny, odd, full, with -bf16 for BF16 experts; by commas")
     parser.add_argument("--rows", type=numbers, default=numbers("1-16"))
     parser.add_argument("--contexts", type=numbers, default=numbers("0,63,64,65,300"))
     parser.add_argument("--kv", default="bf16,fp8")
-    parser.add_argument("--routing", choices=("random", "ties", "crowd"), default="random")
+    parser.add_argument("--routing", default="random", help="random, ties, crowd; by commas")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--deadline", type=float, default=5.0, help="seconds a kernel may wait; more under a sanitizer")
     parser.add_argument("--json", type=Path)
@@ -112,51 +159,18 @@ def main() -> int:
         from sgl_muse_mega.megakernel.cuda import CudaMachine
 
         machine: Machine = CudaMachine(deadline_seconds=arguments.deadline)
+        gpu = torch.cuda.get_device_name(machine.device)
     else:
-        machine = Emulator(schedule=Schedule(seed=arguments.seed))
+        machine, gpu = Emulator(schedule=Schedule(seed=arguments.seed)), None
     torch.backends.cuda.matmul.allow_tf32 = False
-    config, local_experts = model(arguments.sizes)
-    first_expert = local_experts or 0
-    weights = random_weights(
-        config, arguments.seed, machine.device, first_expert=first_expert, local_experts=local_experts
-    )
-    weights = rerouted(weights, arguments.routing, first_expert)
-    record: list[dict[str, Any]] = []
-    failures = 0
-    worst: dict[str, stage_check.StageResult] = {}
-    for kv_dtype in arguments.kv.split(","):
-        for row_cap in (8, 16):
-            wanted = [rows for rows in arguments.rows if (rows <= 8) == (row_cap == 8)]
-            if not wanted:
-                continue
-            case = RandomStep.create(
-                config, weights, machine, row_cap=row_cap, max_context=max(arguments.contexts), kv_dtype=kv_dtype
-            )
-            for rows in wanted:
-                for length in arguments.contexts:
-                    start = time.monotonic()
-                    results = check_case(case, rows, length, arguments.seed + 31 * rows + length, arguments.routing)
-                    bad = [(where, r) for where, r in results if not r.passed]
-                    failures += bool(bad)
-                    for _, r in results:
-                        if r.name not in worst or not r.cosine >= worst[r.name].cosine:
-                            worst[r.name] = r
-                    record += [
-                        {"kv": kv_dtype, "rows": rows, "length": length, "where": where, "stage": r.name,
-                         "cosine": r.cosine, "relative_rms": r.relative_rms, "worst": r.worst}
-                        for where, r in results
-                    ]  # fmt: skip
-                    if bad:
-                        shown = "; ".join(f"{w} {b.name} cosine {b.cosine:.6f}" for w, b in bad[:4])
-                        print(f"FAIL {kv_dtype} rows {rows} context {length}: {shown}", flush=True)
-                    elif time.monotonic() - start > 5:
-                        print(f"ok   {kv_dtype} rows {rows} context {length}", flush=True)
-    print(f"{arguments.sizes}: {len(record)} stage comparisons, {failures} failing cases; worst per stage:")
-    for name, r in worst.items():
-        print(f"  {name:30s} cosine {r.cosine:.7f}  relative rms {r.relative_rms:.2e}")
+    runs = [
+        check_model(machine, sizes, routing, arguments)
+        for sizes, routing in itertools.product(arguments.sizes.split(","), arguments.routing.split(","))
+    ]
     if arguments.json:
-        arguments.json.write_text(json.dumps(record))
-    return 1 if failures else 0
+        environment = results.environment(gpu) | {"command": shlex.join(["python", *sys.argv])}
+        arguments.json.write_text(json.dumps({"environment": environment, "runs": runs}, indent=1))
+    return int(any(run["failures"] for run in runs))
 
 
 if __name__ == "__main__":
