@@ -1,0 +1,100 @@
+"""All checks of the target's kernels on one GPU, each in a process of its own with a time limit; a table at the end.
+
+    python benchmark/validate.py --json validation.json [--only soak,memcheck]
+
+What each check covers stands in its own program. Exit status 1 when any fails.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from sgl_muse_mega import results
+
+ROOT = Path(__file__).parents[1]
+CONTEXTS = "1,63,64,65,2047,2048,2049,8192"
+SANITIZER = "compute-sanitizer --error-exitcode 9"
+# name: (seconds allowed, command)
+CHECKS: dict[str, tuple[int, str]] = {
+    "stages small": (
+        240,
+        "python benchmark/layer_check.py --sizes tiny,tiny-bf16,odd,odd-bf16 --rows 1-16 --contexts 0,1,63,64,65,300",
+    ),
+    "stages full": (
+        240, f"python benchmark/layer_check.py --sizes full,full-bf16 --rows 1,8,16 --contexts {CONTEXTS}"
+    ),
+    "routing": (
+        120, "python benchmark/layer_check.py --sizes tiny,full --routing ties,crowd --rows 1,8,16 --contexts 65"
+    ),
+    "invariance bf16": (90, "python benchmark/replay_check.py invariance --kv bf16"),
+    "invariance fp8": (90, "python benchmark/replay_check.py invariance --kv fp8"),
+    "invariance full": (120, "python benchmark/replay_check.py invariance --sizes full --kv fp8 --contexts 2040"),
+    "states": (60, "python benchmark/replay_check.py write {scratch}/states.pt"),
+    "soak": (120, "python benchmark/replay_check.py soak {scratch}/states.pt --replays 20000"),
+    "deadline": (60, "python tests/gpu/missed_deadline.py"),
+    "memcheck": (180, f"{SANITIZER} --tool memcheck --kernel-name kns=_kernel python benchmark/sanitize.py"),
+    "synccheck": (180, f"{SANITIZER} --tool synccheck --kernel-name kns=_kernel python benchmark/sanitize.py"),
+    "racecheck": (
+        240, f"compute-sanitizer --tool racecheck --print-limit 1000 --kernel-name kns=_kernel python benchmark/sanitize.py"
+        " --define EVERY_LANE_ARRIVES"
+    ),
+}  # fmt: skip
+KERNELS = ("embed_kernel", "layer_kernel", "head_kernel", "draft_context_kernel", "accept_kernel")
+KEPT_LINES = 100
+
+
+def run(command: str, seconds: int, scratch: str) -> dict[str, object]:
+    """One check: status (124 past its time), seconds, and the end of what it printed."""
+    words = [sys.executable if word == "python" else word for word in shlex.split(command.format(scratch=scratch))]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            words, cwd=ROOT, env=environment, text=True, timeout=seconds, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        status, output = done.returncode, done.stdout
+    except FileNotFoundError as error:
+        status, output = 127, str(error)
+    except subprocess.TimeoutExpired as error:
+        status, output = 124, (error.output or b"").decode(errors="replace")
+    lines = [line for line in output.splitlines() if line.strip()]
+    # Racecheck also looks at kernels of PyTorch with such a name; hazards in those are none of ours.
+    if any(f" {kernel}+0x" in line for kernel in KERNELS for line in lines):
+        status = status or 9
+    return {
+        "command": command, "status": status, "seconds": round(time.monotonic() - start, 1),
+        "output": lines[-KEPT_LINES:],
+    }  # fmt: skip
+
+
+def main() -> int:
+    import torch
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--only", help="names of checks, by commas")
+    arguments = parser.parse_args()
+    names = arguments.only.split(",") if arguments.only else list(CHECKS)
+    environment = results.environment(torch.cuda.get_device_name()) | {"command": shlex.join(["python", *sys.argv])}
+    checks = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in names:
+            seconds, command = CHECKS[name]
+            checks[name] = run(command, seconds, scratch)
+            arguments.json.write_text(json.dumps({"environment": environment, "checks": checks}, indent=1))
+    for name, check in checks.items():
+        told = [line for line in check["output"] if not line.startswith("  ")][-1:] or [""]
+        status = "ok" if check["status"] == 0 else str(check["status"])
+        print(f"{name:16s} {status:>4} {check['seconds']:6.1f} s  {told[0][:110]}")
+    return int(any(check["status"] != 0 for check in checks.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
