@@ -41,8 +41,9 @@ CHECKS: dict[str, tuple[int, str]] = {
     "memcheck": (180, f"{SANITIZER} --tool memcheck --kernel-name kns=_kernel python benchmark/sanitize.py"),
     "synccheck": (180, f"{SANITIZER} --tool synccheck --kernel-name kns=_kernel python benchmark/sanitize.py"),
     "racecheck": (
-        240, f"compute-sanitizer --tool racecheck --print-limit 1000 --kernel-name kns=_kernel python benchmark/sanitize.py"
-        " --define EVERY_LANE_ARRIVES"
+        240,
+        "compute-sanitizer --tool racecheck --print-limit 1000 --kernel-name kns=_kernel "
+        "python benchmark/sanitize.py --define EVERY_LANE_ARRIVES",
     ),
 }  # fmt: skip
 KERNELS = ("embed_kernel", "layer_kernel", "head_kernel", "draft_context_kernel", "accept_kernel")
