@@ -56,8 +56,9 @@ def check_writable() -> None:
         raise _unwritable(directory, error) from None
 
 
-def environment(gpu: str | None) -> dict[str, Any]:
-    """Where and how a run was made; `gpu` names the device that did the work, None is the CPU."""
+def environment(gpu: str | None, program: Sequence[str] = ("sgl-muse-mega",)) -> dict[str, Any]:
+    """Where and how a run was made; `gpu` names the device that did the work, None is the CPU. program: what was
+    started, without its arguments."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "gpu": gpu or "cpu",
@@ -67,7 +68,7 @@ def environment(gpu: str | None) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": installed_version("torch"),
         "commit": _commit(),
-        "command": shlex.join(["sgl-muse-mega", *sys.argv[1:]]),
+        "command": shlex.join([*program, *sys.argv[1:]]),
     }
 
 
