@@ -3,7 +3,6 @@
 #include "attention.cuh"
 #include "convolution.cuh"
 #include "heads.cuh"
-#include "layer/trace.cuh"
 #include "product.cuh"
 #include "step/launch.cuh"
 #include "warm.cuh"

@@ -27,6 +27,7 @@ struct Shape {
     static constexpr int CHUNK = cfg::NVFP4 ? G::STEPS * 16 : G::CHUNK;
     static constexpr int CHUNKS = G::K / CHUNK;
     static constexpr int TOKEN_BYTES = CHUNK * 2;
+    static constexpr int CHUNK_BYTES = cfg::NVFP4 ? ROWS * CHUNK / 16 * 9 : ROWS * CHUNK * 2;  // weights of a stage
     static_assert(G::N % ROWS == 0 && G::K % CHUNK == 0, "tasks tile the expert");
     // Row of the expert's matrix that row `local` of block `block` is.
     DEVICE static int weight_row(int block, int local) {
@@ -84,6 +85,7 @@ DEVICE void load_weights(const Params& p, Ring& ring, const void* weights, const
         for (int chunk = 0; chunk < Shape<G>::CHUNKS; ++chunk) {
             ring.wait_empty(p);
             load_weight_stage<G>(ring, weights, scales, routing::Table::expert(index), block, chunk, policy);
+            mark(p, Point::ISSUED, Shape<G>::CHUNK_BYTES / 16);
             ring.next();
         }
     }
@@ -221,6 +223,7 @@ DEVICE void run_gate_up(const Params& p, Ring& ring, uint32_t epoch) {
         math_barrier();
         if (thread_index() == 0)
             store_release(const_cast<uint32_t*>(activation_flags(p, index)) + block, activation_tag(epoch));
+        mark(p, Point::TASK, index * S::BLOCKS + block);
     }
 }
 
@@ -243,6 +246,7 @@ DEVICE void run_down(const Params& p, Ring& ring) {
             global_store(line + block * S::ROWS + local, y);
         }
         math_barrier();
+        mark(p, Point::TASK, index * S::BLOCKS + block);
     }
     arrive_math(p, protocol::Counter::EXPERT_OUTPUT);
 }

@@ -6,7 +6,6 @@
 #include "load.cuh"
 #include "output_gate.cuh"
 #include "qkv.cuh"
-#include "trace.cuh"
 
 namespace program {
 
@@ -41,7 +40,6 @@ DEVICE void end_epoch(const Params& p, uint32_t epoch) {
 DEVICE void layer_weights(const Params& p) {
     const uint64_t policy = eviction_policy(Keep::first_out);
     Ring ring;
-    mark(p, Point::START);
     load_weights<OProj>(p, ring, p.o_proj, policy);
     mark(p, Point::O_PROJ);
     load_weights<Router>(p, ring, p.router, policy);
@@ -134,6 +132,7 @@ DEVICE void layer_math(const Params& p, uint32_t epoch) {
 
 DEVICE void layer(const Params& p) {
     start();
+    mark(p, Point::START);
     const int warp = warp_index();
     if (warp == WEIGHT_LOADER) {
         layer_weights(p);
@@ -144,8 +143,11 @@ DEVICE void layer(const Params& p) {
         layer_tokens(p, epoch);
     } else if (warp == ROUTING_WARP) {
         boundary::prefetch_layer_vectors(p);
+        mark(p, Point::INPUTS_READY);
         routing::route_rows(p, epoch);
+        mark(p, Point::ROUTED);
         routing::build_table(p, epoch);
+        mark(p, Point::END);
     } else {
         layer_math(p, epoch);
     }

@@ -35,6 +35,7 @@ DEVICE void load_weights(const Params& p, Ring& ring, const void* weights, uint6
         for (int chunk = task.chunk; chunk < task.chunk_end; ++chunk) {
             ring.wait_empty(p);
             load_rows<BLOCK_ROWS, Shape::ROW_BYTES>(ring, left, block + chunk * Shape::ROW_BYTES, STRIDE, policy);
+            mark(p, Point::ISSUED, (left < BLOCK_ROWS ? left : BLOCK_ROWS) * Shape::ROW_BYTES / 16);
             ring.next();
         }
     }

@@ -37,7 +37,10 @@ struct Ring {
     DEVICE void wait_empty(const Params& p) const {
         wait_mbarrier(p, empty(), parity ^ 1u, protocol::Site::RING_EMPTY);
     }
-    DEVICE void wait_full(const Params& p) const { wait_mbarrier(p, full(), parity, protocol::Site::RING_FULL); }
+    DEVICE void wait_full(const Params& p) const {
+        wait_mbarrier(p, full(), parity, protocol::Site::RING_FULL);
+        mark(p, Point::TAKEN);
+    }
     // One math warp has read the stage for the last time.
     DEVICE void release() {
         arrive_warp(empty());
@@ -46,6 +49,7 @@ struct Ring {
 };
 
 DEVICE void init_ring() {
+    begin_trace();
     for (int slot = 0; slot < cfg::STAGES; ++slot) {
         mbarrier_init(cfg::BARRIERS_AT + slot * 8, 2);
         mbarrier_init(cfg::BARRIERS_AT + (cfg::STAGES + slot) * 8, cfg::MATH_WARPS * WARP_ARRIVALS);

@@ -7,6 +7,7 @@
 #include "instr/mbarrier.cuh"
 #include "instr/memory.cuh"
 #include "instr/warp.cuh"
+#include "trace.cuh"
 
 // The first thread of the GPU that gives up writes the record (words: see protocol.FaultRecord); all of them trap. The
 // epoch word is of no further use and decides who is first: an exchange in device memory, for not every machine can do
@@ -33,9 +34,13 @@ DEVICE void give_up(const Params& p, uint32_t site, uint32_t expected, uint32_t 
 template <class Probe>
 DEVICE void spin_until(const Params& p, uint32_t site, uint32_t expected, Probe probe) {
     uint32_t seen = 0;
+    mark(p, Point::WAIT, site);
 #pragma unroll 1  // there are fifty of these loops: code that is not fetched is time saved
     for (int quick = 0; quick < 64; ++quick) {
-        if (probe(seen)) return;
+        if (probe(seen)) {
+            mark(p, Point::GO, site);
+            return;
+        }
         spin_pause();
     }
     const uint64_t start = global_nanoseconds();
@@ -44,6 +49,7 @@ DEVICE void spin_until(const Params& p, uint32_t site, uint32_t expected, Probe 
         spin_pause();
         if (global_nanoseconds() - start > p.deadline_ns) give_up(p, site, expected, seen);
     }
+    mark(p, Point::GO, site);
 }
 
 // Counters only grow, and wrap: "reached" is a signed distance. One 128-byte line each.

@@ -98,6 +98,8 @@ def step_regions(step: Step, caches: list[tuple[Tensor, Tensor]]) -> list[Region
     regions += [Region(f"inputs.{f.name}", getattr(step.inputs, f.name), True, True) for f in fields(step.inputs)]
     regions += [Region(f.name, getattr(step.activations, f.name), False, False) for f in fields(step.activations)]
     regions.append(Region("taps", step.taps, constant=False, written=False))
+    if step.instance.trace:
+        regions.append(Region("trace", step.trace, constant=False, written=True))
     for nvfp4, variant in step.variants.items():
         for kernel, control in variant.control.items():
             label = f"{kernel}{'.nvfp4' if nvfp4 else '.bf16'}"

@@ -68,8 +68,10 @@ class AcceptInstance:
             "MATH_THREADS": self.threads, "VOCAB": self.vocab, "SELECTOR_K": self.selector_k, "LIST_CAP": self.list_cap,
         }  # fmt: skip
         floats = {"SOFTCAP": self.softcap}
+        offsets = self.shared_offsets | {"TRACE_AT": 0}
         return draft_protocol.header(
-            draft_protocol.ACCEPT_COUNTERS, {"int": integers, "uint32_t": self.shared_offsets, "float": floats}
+            draft_protocol.ACCEPT_COUNTERS,
+            {"int": integers, "uint32_t": offsets, "float": floats, "bool": {"TRACE": False}},
         )
 
     def describe(self) -> str:

@@ -10,7 +10,6 @@ from sgl_muse_mega.megakernel import draft_protocol
 from sgl_muse_mega.megakernel.instance import BLOCK_ROWS, HOPPER_SHARED_BYTES, WARP, Dense, padded_rows
 
 _LOG2_E = 1.4426950408889634
-_TABLE_BYTES = 512  # barriers, epoch, row sums
 
 
 LARGEST_CHUNK = 256  # inputs
@@ -156,6 +155,11 @@ class DraftInstance:
         return self.math_threads + 2 * WARP
 
     @property
+    def barrier_bytes(self) -> int:
+        """Barriers, epoch, row sums, and with a trace the lengths of the logs."""
+        return 512 + 128 * self.trace
+
+    @property
     def stage_weight_bytes(self) -> int:
         return max(BLOCK_ROWS * d.chunk * 2 for d in self.products.values())
 
@@ -171,18 +175,19 @@ class DraftInstance:
 
     @property
     def stages(self) -> int:
-        return min(24, (HOPPER_SHARED_BYTES - _TABLE_BYTES - self.reduce_bytes) // self.stage_bytes)
+        return min(24, (HOPPER_SHARED_BYTES - self.barrier_bytes - self.reduce_bytes) // self.stage_bytes)
 
     @property
     def shared_offsets(self) -> dict[str, int]:
         """Byte offsets in the CTA's shared memory."""
-        ring = _TABLE_BYTES + self.reduce_bytes
+        ring = self.barrier_bytes + self.reduce_bytes
         return {
             "BARRIERS_AT": 0,  # full and empty barriers of each stage
             "ROUTING_BARRIER_AT": 2 * 24 * 8,  # initialised with the ring's barriers, unused here
             "EPOCH_AT": 2 * 24 * 8 + 8,
             "ROW_SUM_AT": 2 * 24 * 8 + 16,
-            "REDUCE_AT": _TABLE_BYTES,
+            "TRACE_AT": 512,  # length of each warp's log; nothing without a trace
+            "REDUCE_AT": self.barrier_bytes,
             "RING_AT": ring,
             "SHARED_BYTES": ring + self.stages * self.stage_bytes,
         }

@@ -8,7 +8,14 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sgl_muse_mega.megakernel.protocol import COUNTER_STRIDE, RECORD_COMPLETE, Arrivals, HandOff
+from sgl_muse_mega.megakernel.protocol import (
+    COUNTER_STRIDE,
+    LOG_POINTS,
+    LOG_WORDS,
+    RECORD_COMPLETE,
+    Arrivals,
+    HandOff,
+)
 
 MAX_LAYERS = 8
 FIRST_LAUNCH = 1000  # launches of these kernels are numbered from here on in fault records; the target's from 0
@@ -158,8 +165,8 @@ struct Params {{
 namespace protocol {{
 enum class Counter : uint32_t {{ {", ".join(c.name for c in counters)} }};
 enum class Site : uint32_t {{ {sites} }};
-enum class Point : int {{ {", ".join(POINTS)} }};
-constexpr int POINTS = {len(POINTS)};
+enum class Point : int {{ {", ".join(POINTS + LOG_POINTS)} }};
+constexpr uint32_t LOG_WORDS = {LOG_WORDS};
 enum class Request : int {{ {", ".join(REQUEST)}, STOPS }};
 enum State : int {{ {", ".join(STATE)} }};
 enum class Output : int {{ {", ".join(OUTPUT)}, TOKENS }};

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sgl_muse_mega.config import DraftConfig
 from sgl_muse_mega.errors import UserError
-from sgl_muse_mega.megakernel import draft_protocol
+from sgl_muse_mega.megakernel import draft_protocol, protocol
 from sgl_muse_mega.megakernel.build import Progress, quiet
 from sgl_muse_mega.megakernel.draft_instance import DraftInstance, TargetEnds
 from sgl_muse_mega.megakernel.draft_protocol import FIRST_LAUNCH, DraftParams
@@ -50,8 +50,8 @@ class DraftStep:
         check_draft(config, weights, device)
         taps_shape = (row_cap, len(config.target_layer_ids), config.hidden_size)
         check([(Spec("taps", taps_shape, torch.bfloat16), taps)], device, "the taps")
-        # Times of the last layer launch, int64 ns [CTAs, warps, points] (csrc/layer/trace.cuh).
-        shape = (machine.sms, self.instance.threads // 32, len(draft_protocol.POINTS)) if self.instance.trace else (0,)
+        # Logs of the last launch, int64 [CTAs, warps, LOG_WORDS] (csrc/layer/trace.cuh).
+        shape = (machine.sms, self.instance.threads // 32, protocol.LOG_WORDS) if self.instance.trace else (0,)
         self.trace = torch.zeros(shape, dtype=torch.int64, device=device)
         self.module = machine.load(self.instance, progress)
         self.control = {

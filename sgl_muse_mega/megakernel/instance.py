@@ -292,18 +292,23 @@ class Instance:
         return _round_up((2 * self.experts + self.top_k) * 4, 128)
 
     @property
+    def barrier_bytes(self) -> int:
+        """Barriers, epoch, row sums, and with a trace the lengths of the logs."""
+        return 512 + 128 * self.trace
+
+    @property
     def table_bytes(self) -> int:
         return _round_up(4 * self.local_experts * 4 + 4, 128)
 
     @property
     def stages(self) -> int:
-        fixed = 512 + self.table_bytes + self.route_bytes + self.reduce_bytes
+        fixed = self.barrier_bytes + self.table_bytes + self.route_bytes + self.reduce_bytes
         return min(24, (HOPPER_SHARED_BYTES - fixed) // self.stage_bytes)
 
     @property
     def shared_offsets(self) -> dict[str, int]:
         """Byte offsets in the CTA's shared memory; barriers, small tables, reduction buffer, ring."""
-        tables = 512
+        tables = self.barrier_bytes
         route = tables + self.table_bytes
         reduce = route + self.route_bytes
         ring = reduce + self.reduce_bytes
@@ -312,6 +317,7 @@ class Instance:
             "ROUTING_BARRIER_AT": 2 * 24 * 8,
             "EPOCH_AT": 2 * 24 * 8 + 8,
             "ROW_SUM_AT": 2 * 24 * 8 + 16,
+            "TRACE_AT": 512,  # length of each warp's log; nothing without a trace
             "TABLES_AT": tables,
             "ROUTE_AT": route,
             "REDUCE_AT": reduce,

@@ -59,11 +59,16 @@ SITES: tuple[tuple[str, str], ...] = (
     ("EXPERT_ACTIVATION", "the activations of an expert"),
 )
 
-# Points of a launch's timeline (trace.cuh): a warp notes when it passed each of those on its way.
+# Points of a layer launch's timeline (trace.cuh): each ends the phase of its name on the warps that pass it.
 POINTS: tuple[str, ...] = (
     "START", "INPUTS_READY", "ATTENTION", "GATED", "O_PROJ", "AFTER_ATTENTION", "ROUTER", "PRE_PROJ", "ROUTED", "TABLE",
     "GATE_UP", "DOWN", "COMBINED", "POST_PROJ", "AFTER_EXPERTS", "QKV_PROJ", "END",
 )  # fmt: skip
+
+# Points that any kernel's warps pass: begin and end of a wait (value: counter or site), a stage's loads are issued
+# (value: bytes of weights / 16), a stage is there and taken up, an expert task is done (value: its number).
+LOG_POINTS: tuple[str, ...] = ("WAIT", "GO", "ISSUED", "TAKEN", "TASK")
+LOG_WORDS = 2048  # of one warp in one launch
 
 KERNELS: Mapping[str, tuple[str, ...]] = {
     "embed": ("AFTER_EXPERTS", "QKV_PROJ"),
@@ -144,8 +149,8 @@ struct Params {{
 namespace protocol {{
 enum class Counter : uint32_t {{ {counters} }};
 enum class Site : uint32_t {{ {sites} }};
-enum class Point : int {{ {", ".join(POINTS)} }};
-constexpr int POINTS = {len(POINTS)};
+enum class Point : int {{ {", ".join(POINTS + LOG_POINTS)} }};
+constexpr uint32_t LOG_WORDS = {LOG_WORDS};
 constexpr int COUNTER_STRIDE = {COUNTER_STRIDE};
 constexpr uint64_t RECORD_COMPLETE = {RECORD_COMPLETE:#x}ull;
 DEVICE constexpr uint32_t arrivals(Counter counter) {{

@@ -158,7 +158,6 @@ class RandomStep:
         row_cap: int,
         max_context: int,
         kv_dtype: str,
-        trace: bool = False,
         tuning: Mapping[str, Any] = MappingProxyType({}),
     ) -> "RandomStep":
         taps = tuple(range(0, config.num_hidden_layers, 2))
@@ -170,7 +169,6 @@ class RandomStep:
             max_context=max_context + MAX_ROWS,
             kv_dtype=kv_dtype,
             taps=taps,
-            trace=trace,
             tuning=tuning,
         )
         shape = (max_context + 3 * MAX_ROWS, config.num_key_value_heads, config.head_dim)

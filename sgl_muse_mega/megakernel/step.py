@@ -51,7 +51,6 @@ class Step:
         rank: int = 0,
         progress: Progress = quiet,
         first_epoch: int = 0,
-        trace: bool = False,
         tuning: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """tuning: fields of `Instance` to change, for kernels under test.
@@ -74,7 +73,6 @@ class Step:
                 row_cap=row_cap,
                 sms=machine.sms,
                 local_experts=local,
-                trace=trace,
                 **tuning,
             )
             self.variants[nvfp4] = Variant(instance, machine, progress, first_epoch)
@@ -83,9 +81,10 @@ class Step:
             tensors.check_layer(self.variants[layer.nvfp4].instance, index, layer, device)
         tensors.check_ends(self.instance, weights, device)
 
-        # Times of the last layer launch, int64 ns [CTAs, warps, points] (csrc/layer/trace.cuh).
-        trace_shape = (machine.sms, self.instance.threads // 32, len(protocol.POINTS)) if trace else (0,)
-        self.trace = torch.zeros(trace_shape, dtype=torch.int64, device=device)
+        # Each launch's logs, int64 [launches, CTAs, warps, LOG_WORDS] (csrc/layer/trace.cuh); empty without a trace.
+        launches = len(weights.layers) + 2 if self.instance.trace else 0
+        logs = (launches, machine.sms, self.instance.threads // 32, protocol.LOG_WORDS)
+        self.trace = torch.zeros(logs, dtype=torch.int64, device=device)
         self.max_context = max_context
         self.inputs = StepInputs.allocate(row_cap, max_context + row_cap, device)
         self.activations = Activations.allocate(self.instance, device)
@@ -179,7 +178,7 @@ class Step:
         params.fault_record = self.machine.fault_record.data_ptr()
         params.deadline_ns = self.machine.deadline_ns
         params.max_splits = self.instance.max_splits
-        params.trace = self.trace.data_ptr() or None
+        params.trace = self.trace[launch].data_ptr() if self.instance.trace else None
         params.rows, params.rank, params.launch = rows, self.rank, launch
         return params
 
