@@ -1,7 +1,7 @@
 """The GPU: cubins through NVIDIA's cuda-bindings, launched on torch's current stream."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from sgl_muse_mega.megakernel.protocol import RECORD_WORDS, FaultRecord
 from sgl_muse_mega.megakernel.step import Step
 
 DEADLINE_SECONDS = 5.0
+TARGETS: Mapping[tuple[int, int], str] = {(9, 0): HOPPER}
+"""What nvcc compiles for a compute capability; those that have run."""
 
 
 def _driver() -> Any:
@@ -87,21 +89,24 @@ class CudaMachine:
         device: torch.device | str = "cuda",
         deadline_seconds: float = DEADLINE_SECONDS,
         defines: Sequence[str] = (),
+        targets: Mapping[tuple[int, int], str] = TARGETS,
     ) -> None:
         """defines: macros for every kernel, for those that run under a tool.
 
-        Raises UserError without a Hopper GPU.
+        Raises UserError on a GPU that is not among `targets`.
         """
         if not torch.cuda.is_available():
             raise UserError("The backend 'cuda' needs a GPU and torch finds none; use --backend reference.")
         device = torch.device(device)
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         properties = torch.cuda.get_device_properties(self.device)
-        if (properties.major, properties.minor) != (9, 0):
+        target = targets.get((properties.major, properties.minor))
+        if target is None:
             raise UserError(
                 f"The kernels are built for compute capability 9.0 (H100, H200) and this is a {properties.name} with "
                 f"{properties.major}.{properties.minor}; use --backend reference."
             )
+        self._target = target
         self.sms = properties.multi_processor_count
         self._defines = tuple(defines)
         self.deadline_ns = int(deadline_seconds * 1e9)
@@ -109,7 +114,7 @@ class CudaMachine:
         self.fault_record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=True)
 
     def load(self, instance: Compiled, progress: Progress = quiet) -> CudaModule:
-        artifact = build(instance, HOPPER, progress, self._defines)
+        artifact = build(instance, self._target, progress, self._defines)
         artifact.check_spills()
         return CudaModule(artifact.path, instance)
 

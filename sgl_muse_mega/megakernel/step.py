@@ -60,7 +60,6 @@ class Step:
         self.config = config
         self.weights = weights
         self.machine = machine
-        self.taps_after = taps
         self.rank = rank
         device = machine.device
         local = weights.layers[0].down.shape[0]
@@ -88,11 +87,17 @@ class Step:
         self.max_context = max_context
         self.inputs = StepInputs.allocate(row_cap, max_context + row_cap, device)
         self.activations = Activations.allocate(self.instance, device)
-        self.taps = torch.zeros(row_cap, max(1, len(taps)), config.hidden_size, dtype=torch.bfloat16, device=device)
+        self.use_taps(taps)
         thetas = {config.rope_theta(i) for i in range(len(weights.layers))} - {0.0}
         self._rope = {theta: rope_table(theta, max_context + row_cap, config.head_dim, device) for theta in thetas}
         self._caches: list[tuple[Tensor, Tensor]] = []
         self._kv_dtype = CACHE_DTYPES[kv_dtype]
+
+    def use_taps(self, layers: tuple[int, ...]) -> None:
+        """Streams after these layers are kept, bf16 [row_cap, layers, H]."""
+        self.taps_after = layers
+        shape = (self.instance.row_cap, max(1, len(layers)), self.config.hidden_size)
+        self.taps = torch.zeros(shape, dtype=torch.bfloat16, device=self.machine.device)
 
     def use_caches(self, caches: list[tuple[Tensor, Tensor]]) -> None:
         """Binds (keys, values) per layer. Raises UserError when they are not what the kernels read."""

@@ -91,15 +91,16 @@ def check_layer(instance: Instance, index: int, layer: KernelLayer, device: torc
     check(((s, getattr(layer, s.name.rsplit(".", 1)[1])) for s in specs), device, f"the weights of layer {index}")
 
 
+def end_pairs(instance: Instance, weights: KernelWeights) -> list[tuple[Spec, Tensor]]:
+    """Embedding, final norm and head with what they must be."""
+    vocabulary = (instance.vocab, instance.hidden)
+    return [
+        (Spec("embedding", vocabulary, torch.bfloat16), weights.embedding),
+        (Spec("final_norm", (instance.hidden,), torch.bfloat16), weights.final_norm),
+        (Spec("lm_head", vocabulary, torch.bfloat16), weights.lm_head),
+    ]
+
+
 def check_ends(instance: Instance, weights: KernelWeights, device: torch.device) -> None:
     """Raises UserError unless embedding, final norm and head are what this instance reads."""
-    vocabulary = (instance.vocab, instance.hidden)
-    check(
-        (
-            (Spec("embedding", vocabulary, torch.bfloat16), weights.embedding),
-            (Spec("final_norm", (instance.hidden,), torch.bfloat16), weights.final_norm),
-            (Spec("lm_head", vocabulary, torch.bfloat16), weights.lm_head),
-        ),
-        device,
-        "embedding and head",
-    )
+    check(end_pairs(instance, weights), device, "embedding and head")

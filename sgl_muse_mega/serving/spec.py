@@ -1,0 +1,124 @@
+"""The plugin's contract with SGLang: what it needs, what it accepts, and how it is built. SGLang imports `SPEC` by name
+and only with --enable-nvidia-megakernel."""
+
+import logging
+from typing import Any
+
+import torch
+from sglang.kernels.plugin_kernels.nvidia.spec import (
+    MEGAKERNEL_API_VERSION,
+    Feature,
+    MegakernelSpec,
+    Numerics,
+    NumericsKind,
+    Requirements,
+)
+
+from sgl_muse_mega.megakernel.backend import ROW_CAPS
+from sgl_muse_mega.megakernel.cuda import CudaMachine
+from sgl_muse_mega.megakernel.instance import MAX_ROWS
+from sgl_muse_mega.megakernel.machine import Machine
+from sgl_muse_mega.megakernel.step import Step
+from sgl_muse_mega.serving import hooks, switches, tables
+from sgl_muse_mega.serving.coverage import Coverage, Monitor
+from sgl_muse_mega.serving.model_config import target_config
+from sgl_muse_mega.serving.reasons import KV_DTYPES, config_disable_reasons, model_disable_reasons
+from sgl_muse_mega.serving.target import TargetMegakernel
+from sgl_muse_mega.serving.weights import kernel_weights
+
+logger = logging.getLogger(__name__)
+
+TARGETS = {(9, 0): "sm_90a", (10, 3): "sm_103a"}
+
+
+def build(model: Any, hf_config: Any, context: Any) -> TargetMegakernel:
+    """Called on every rank after the weights are there and before the KV cache is sized.
+
+    Raises UserError when the kernels cannot be compiled or do not fit the GPU.
+    """
+    machine = CudaMachine(deadline_seconds=context.deadline_s, targets=TARGETS)
+    before = torch.cuda.memory_allocated()
+    built = build_on(machine, model, hf_config, rows=context.tokens_per_request)
+    used = (torch.cuda.memory_allocated() - before) / 2**20
+    logger.info("Muse megakernel: %.0f MiB beyond SGLang's weights, which it reads where they are.", used)
+    Monitor(built.coverage, machine.fault_record).start()
+    return built
+
+
+def build_on(machine: Machine, model: Any, hf_config: Any, *, rows: int) -> TargetMegakernel:
+    """The same on any machine; `rows` of one request per step."""
+    from sglang.srt.arg_groups.model_override_base import attention_backends_of
+    from sglang.srt.runtime_context import get_server_args, process_model_config
+
+    arguments = get_server_args()
+    _, backend = attention_backends_of(arguments)
+    config = target_config(hf_config)
+    if rows == 1 and backend in tables.PACKED:
+        # SGLang's Triton backend gives a decoding row the last window - 1 keys, itself included; its tables hold no
+        # more, and the text should be the one that the server gives without the plugin.
+        config = config.model_copy(update={"sliding_window": config.sliding_window - 1})
+    row_cap = next(cap for cap in ROW_CAPS if rows <= cap)
+    step = Step(
+        config,
+        kernel_weights(model, config),
+        machine,
+        row_cap=row_cap,
+        max_context=int(process_model_config().context_len) + 2 * row_cap,
+        kv_dtype=KV_DTYPES[arguments.kv_cache_dtype],
+        progress=logger.info,
+    )
+    built = TargetMegakernel(
+        step,
+        rows=rows,
+        page_size=int(arguments.page_size),
+        layers_to_capture=lambda: model.model.language_model.layers_to_capture,
+        coverage=Coverage(),
+        note=f", step={switches.step()}",
+    )
+    observe(built, model, speculative=arguments.speculative_algorithm is not None)
+    return built
+
+
+def observe(built: TargetMegakernel, model: Any, *, speculative: bool) -> None:
+    """Counts every forward of `model`, replayed graphs included, and what verify steps accept."""
+    coverage = built.coverage
+
+    def forward(original: Any, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if runner.model is model:
+            reason = built.declines(forward_batch)
+            if reason is None:
+                coverage.ran(f"{built.mode.replace('_', ' ')} steps")
+            else:
+                coverage.declined(reason)
+        return original(runner, forward_batch, *args, **kwargs)
+
+    def verified(original: Any, worker: Any, num_correct_drafts_per_req: list[int], *args: Any, **kwargs: Any) -> Any:
+        coverage.accepted(num_correct_drafts_per_req)
+        return original(worker, num_correct_drafts_per_req, *args, **kwargs)
+
+    hooks.wrap(hooks.FORWARD, forward)
+    if speculative:
+        hooks.wrap(hooks.VERIFIED, verified)
+
+
+SPEC = MegakernelSpec(
+    name="sgl-muse-mega",
+    api_version=MEGAKERNEL_API_VERSION,
+    requires=Requirements(
+        isas=frozenset({"sm_90", "sm_103"}),
+        tp_sizes=frozenset({1}),
+        dtypes=frozenset({"bfloat16"}),
+        decode_graph_backends=frozenset({"full", "disabled"}),
+    ),
+    features=frozenset({Feature.SPECULATIVE_DECODING}),
+    numerics=Numerics(
+        kind=NumericsKind.TOLERANCE,
+        # Relative RMS difference of a row's logits from SGLang's own forward: q is not rounded to FP8 here, the
+        # router is fp32 for every number of rows, and the experts' global scales are not rounded to bf16.
+        tolerances={"logits": 0.05},
+    ),
+    max_rows=MAX_ROWS,
+    build=build,
+    model_disable_reasons=model_disable_reasons,
+    config_disable_reasons=config_disable_reasons,
+)

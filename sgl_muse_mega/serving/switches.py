@@ -1,0 +1,19 @@
+"""Environment variables of the plugin."""
+
+import os
+
+STEP = "SGLANG_MUSE_MEGA_STEP"
+STEPS = ("target", "full")
+EXPERIMENTAL_SM103 = "SGLANG_MUSE_MEGA_EXPERIMENTAL_SM103"
+SERVING = "SGL_MUSE_MEGA_SERVING"
+"""Set by the plugin itself for the processes that the server starts."""
+
+
+def step() -> str:
+    """How much of a decode step runs in the plugin: the target's forward ("target"), or all of it under DFLASH."""
+    return os.environ.get(STEP, STEPS[0])
+
+
+def experimental_sm103() -> bool:
+    """Whether a GB300 may run kernels that no GB300 has run yet."""
+    return os.environ.get(EXPERIMENTAL_SM103) == "1"

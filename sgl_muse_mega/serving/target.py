@@ -1,0 +1,116 @@
+"""The target's forward of one request, in place of SGLang's: what the spec builds and SGLang dispatches to."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgl_muse_mega.megakernel.step import Step
+from sgl_muse_mega.serving.coverage import Coverage
+from sgl_muse_mega.serving.tables import AttentionTables
+
+DECODE, VERIFY = "decode", "target_verify"
+
+
+class TargetMegakernel:
+    """Implements SGLang's BuiltMegakernel over a `Step`. `rows`: of one request's decode or verify step."""
+
+    draft_sampler = None
+
+    def __init__(
+        self,
+        step: Step,
+        *,
+        rows: int,
+        page_size: int,
+        layers_to_capture: Callable[[], list[int]],
+        coverage: Coverage,
+        note: str = "",
+    ) -> None:
+        """layers_to_capture: the layers whose streams the draft wants, which SGLang decides after the build."""
+        self.step = step
+        self.rows = rows
+        self.mode = VERIFY if rows > 1 else DECODE
+        self.widths = (rows,)
+        self.coverage = coverage
+        window = step.config.sliding_window
+        self._tables = AttentionTables(step.inputs, window=window, page_size=page_size)
+        self._layers_to_capture = layers_to_capture
+        self._note = note
+        self._pool: Any = None
+
+    def summary(self) -> str:
+        """For the line that says the megakernel is active."""
+        layers = self.step.weights.layers
+        nvfp4 = sum(layer.nvfp4 for layer in layers)
+        return (
+            f"{len(layers)} layers ({nvfp4} with NVFP4 experts), one request of {self.rows} "
+            f"row{'s' if self.rows > 1 else ''} per step, contexts up to {self.step.max_context}{self._note}"
+        )
+
+    def declines(self, forward_batch: Any) -> str | None:
+        """Why SGLang's own forward must run this batch, or None; from host state alone."""
+        mode = forward_batch.forward_mode
+        if not (mode.is_target_verify() if self.mode == VERIFY else mode.is_decode()):
+            return f"{mode.name.lower().replace('_', ' ')} steps"
+        if forward_batch.batch_size != 1:
+            return "steps of more than one request"
+        if forward_batch.input_ids is None or len(forward_batch.input_ids) != self.rows:
+            return f"steps of another width than {self.rows}"
+        if self.mode == DECODE and forward_batch.capture_hidden_mode.need_capture():
+            return "decode steps that return hidden states"
+        if forward_batch.lora_ids is not None and any(name is not None for name in forward_batch.lora_ids):
+            return "steps with LoRA adapters"
+        return None
+
+    def plan(self, input_ids: Tensor | None, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """SGLang's Step when the kernels run this batch, else None."""
+        from sglang.kernels.plugin_kernels.nvidia.spec import Step as PlannedStep
+
+        if input_ids is None or self.declines(forward_batch) is not None:
+            return None
+        return PlannedStep(mode=self.mode, rows=self.rows)
+
+    def forward(
+        self,
+        step: Any,
+        original: Callable[..., Any],
+        input_ids: Tensor,
+        positions: Tensor,
+        forward_batch: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """SGLang's LogitsProcessorOutput: float32 logits [rows, V] and, for a draft, its taps bf16 [rows, taps H].
+
+        Both are the step's own buffers, as they are a graph's in SGLang: the next step overwrites them.
+        """
+        from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+
+        self.bind(step.view.kv_pool.pool)
+        inputs, rows, metadata = self.step.inputs, self.rows, step.view.metadata
+        inputs.token_ids[:rows].copy_(input_ids)
+        inputs.positions[:rows].copy_(positions)
+        inputs.length.copy_(positions[:1])
+        inputs.full_slots[:rows].copy_(forward_batch.out_cache_loc)
+        if metadata.swa_out_cache_loc is not None:
+            inputs.sliding_slots[:rows].copy_(metadata.swa_out_cache_loc[:rows])
+        self._tables.copy(metadata)
+        self.step.launch(rows)
+        taps = self.step.taps[:rows].flatten(1) if self.step.taps_after else None
+        return LogitsProcessorOutput(next_token_logits=self.step.activations.logits[:rows], hidden_states=taps)
+
+    def bind(self, pool: Any) -> None:
+        """Takes the caches of SGLang's pool and the draft's taps, both of which exist only now.
+
+        Raises UserError when the caches are not what the kernels read.
+        """
+        if pool is self._pool:
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("The KV pool changed inside a graph capture.")
+        self.step.use_taps(tuple(sorted(set(self._layers_to_capture()))))
+        layers = range(len(self.step.weights.layers))
+        self.step.use_caches([(pool.get_key_buffer(i), pool.get_value_buffer(i)) for i in layers])
+        self._pool = pool

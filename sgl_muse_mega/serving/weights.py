@@ -1,0 +1,93 @@
+"""SGLang's loaded tensors as the kernels' weights: the same memory, no copies but the global scales."""
+
+from typing import Any
+
+from torch import Tensor
+
+from sgl_muse_mega.config import TargetConfig
+from sgl_muse_mega.errors import UserError
+from sgl_muse_mega.megakernel import tensors
+from sgl_muse_mega.megakernel.instance import MAX_ROWS, Instance
+from sgl_muse_mega.megakernel.weights import KernelLayer, KernelWeights
+from sgl_muse_mega.serving import scales
+
+
+def kernel_weights(model: Any, config: TargetConfig) -> KernelWeights:
+    """The target that SGLang has loaded and repacked.
+
+    q and k rows are in adjacent-pair order in both, and so are q, k, v and gate in one matrix; NVFP4 experts are read
+    in Marlin's layout. Raises UserError when a tensor is not there, or not in the form the kernels read.
+    """
+    text = model.model.language_model
+    return KernelWeights(
+        embedding=text.embed_tokens.weight.detach()[: config.vocab_size],
+        layers=tuple(kernel_layer(layer, index) for index, layer in enumerate(text.layers)),
+        final_norm=text.norm.weight.detach(),
+        lm_head=model.lm_head.weight.detach()[: config.vocab_size],
+    )
+
+
+def kernel_layer(layer: Any, index: int) -> KernelLayer:
+    """One decoder layer."""
+    attention, moe = layer.self_attn, layer.mlp
+    return KernelLayer(
+        input_norm=layer.input_layernorm.weight.detach(),
+        qkv=attention.qkv_proj.weight.detach(),
+        o_proj=attention.o_proj.weight.detach(),
+        **_gate("attention", layer.post_attention_residual_gate),
+        pre_feedforward_norm=layer.pre_feedforward_layernorm.weight.detach(),
+        router=moe.gate.weight.detach(),
+        router_bias=moe.gate.e_score_correction_bias.detach(),
+        pre_expert_proj=moe.pre_expert_proj.weight.detach(),
+        pre_expert_norm=moe.pre_expert_norm.weight.detach(),
+        **_experts(moe, index),
+        post_expert_norm=moe.experts.post_expert_norm.weight.detach(),
+        post_expert_proj=moe.post_expert_proj.weight.detach(),
+        post_feedforward_norm=layer.post_feedforward_layernorm.weight.detach(),
+        **_gate("feedforward", layer.post_feedforward_residual_gate),
+        first_expert=0,
+    )
+
+
+def _gate(name: str, gate: Any) -> dict[str, Tensor]:
+    """alpha and beta f32 [H] as SGLang computed them from its bf16 gate."""
+    return {f"{name}_alpha": gate._alpha.detach().reshape(-1), f"{name}_beta": gate._beta.detach().reshape(-1)}
+
+
+def _experts(moe: Any, index: int) -> dict[str, Any]:
+    experts = moe.experts
+    if not moe.nvfp4_checkpoint:
+        names = ("gate_up_block_scale", "down_block_scale", "gate_scale", "up_scale", "down_scale")
+        held = {"gate_up": experts.gate_up_proj.detach(), "down": experts.down_proj.detach()}
+        return held | dict.fromkeys(names)
+    global_scales = scales.kept(experts)
+    if global_scales is None:
+        raise UserError(f"The global scales of layer {index}'s experts were not kept when its weights were repacked.")
+    gate_up, down = global_scales
+    return {
+        "gate_up": experts.w13_weight.detach(),
+        "down": experts.w2_weight.detach(),
+        "gate_up_block_scale": experts.w13_weight_scale.detach(),
+        "down_block_scale": experts.w2_weight_scale.detach(),
+        "gate_scale": gate_up[:, 0].contiguous(),
+        "up_scale": gate_up[:, 1].contiguous(),
+        "down_scale": down.contiguous(),
+    }
+
+
+def weight_problems(config: TargetConfig, weights: KernelWeights) -> list[str]:
+    """Why the kernels cannot read these tensors, one clause per tensor; [] when they can."""
+    device = weights.embedding.device
+    instances = {
+        nvfp4: Instance.for_config(
+            config, nvfp4=nvfp4, fp8_cache=True, row_cap=MAX_ROWS, sms=1, local_experts=weights.layers[0].down.shape[0]
+        )
+        for nvfp4 in (False, True)
+    }
+    pairs = [
+        (spec, getattr(layer, spec.name.rsplit(".", 1)[1]))
+        for index, layer in enumerate(weights.layers)
+        for spec in tensors.layer_specs(instances[layer.nvfp4], index)
+    ]
+    pairs += tensors.end_pairs(instances[False], weights)
+    return [problem for spec, tensor in pairs if (problem := spec.problem(tensor, device))]
