@@ -60,19 +60,28 @@ def problems(targets: tuple[Target, ...]) -> Iterator[str]:
 
 
 def wrap(target: Target, around: Callable[..., Any]) -> None:
-    """Calls `around(original, self, *args, **kwargs)` in place of the method from now on, in this process.
-
-    A method is wrapped once: the second call is for the same server's draft, or a test.
-    """
-    owner_path, name = target.path.rsplit(".", 1)
-    owner = pkgutil.resolve_name(owner_path)
+    """Calls `around(original, self, *args, **kwargs)` in place of the method from now on, in this process; an earlier
+    wrapper of ours goes."""
+    unwrap(target)
+    owner, name = _place(target)
     original = getattr(owner, name)
-    if hasattr(original, "muse_mega"):
-        original = original.muse_mega
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
-    wrapper.muse_mega = original  # type: ignore[attr-defined]
+    wrapper.muse_mega_original = original  # type: ignore[attr-defined]
     setattr(owner, name, wrapper)
+
+
+def unwrap(target: Target) -> None:
+    """Puts the original method back, if it was wrapped."""
+    owner, name = _place(target)
+    original = getattr(getattr(owner, name), "muse_mega_original", None)
+    if original is not None:
+        setattr(owner, name, original)
+
+
+def _place(target: Target) -> tuple[Any, str]:
+    owner, name = target.path.rsplit(".", 1)
+    return pkgutil.resolve_name(owner), name

@@ -7,8 +7,8 @@ from pydantic import ValidationError
 from sgl_muse_mega.config import TargetConfig
 from sgl_muse_mega.errors import UserError
 
-_RENAMED = {"eos_token_ids": "eos_token_id"}
 _NOT_IN_TEXT = ("model_type", "quantization", "rope_parameters")
+_SERVERS_BUSINESS = ("bos_token_id", "pad_token_id", "eos_token_ids")  # SGLang decides where a text begins and ends
 
 
 def target_config(hf_config: Any) -> TargetConfig:
@@ -19,26 +19,28 @@ def target_config(hf_config: Any) -> TargetConfig:
     cannot take.
     """
     text = getattr(hf_config, "text_config", hf_config)
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {"eos_token_ids": (0,)}
     for name in TargetConfig.model_fields:
-        value = None if name in _NOT_IN_TEXT else getattr(text, _RENAMED.get(name, name), None)
+        if name in _NOT_IN_TEXT or name in _SERVERS_BUSINESS:
+            continue
+        value = getattr(text, name, None)
         if value is not None:
             fields[name] = _plain(name, value)
     try:
         return TargetConfig.model_validate(fields)
     except ValidationError as error:
-        wrong = [
-            f"{'.'.join(str(_RENAMED.get(str(part), part)) for part in detail['loc']) or 'the configuration'}: "
-            f"{detail['msg']} (it is {detail['input']!r})"[:200]
-            for detail in error.errors()
-        ]
-        raise UserError(f"The kernels cannot take this model's configuration: {'; '.join(wrong)}.") from None
+        clauses = "; ".join(_clause(detail) for detail in error.errors())
+        raise UserError(f"The kernels cannot take this model's configuration: {clauses}.") from None
+
+
+def _clause(detail: Any) -> str:
+    name = ".".join(str(part) for part in detail["loc"])
+    text = str(detail["msg"]).removeprefix("Value error, ")
+    return f"{name} is {detail['input']!r}: {text}" if name else text
 
 
 def _plain(name: str, value: Any) -> Any:
     """JSON types as the strict model wants them."""
-    if name == "eos_token_ids":
-        return tuple(value) if isinstance(value, list | tuple) else (value,)
     if name == "layer_rope_theta":
         return tuple(float(theta) for theta in value)
     if isinstance(value, list):

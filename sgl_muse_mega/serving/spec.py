@@ -47,11 +47,9 @@ def build(model: Any, hf_config: Any, context: Any) -> TargetMegakernel:
 
 def build_on(machine: Machine, model: Any, hf_config: Any, *, rows: int) -> TargetMegakernel:
     """The same on any machine; `rows` of one request per step."""
-    from sglang.srt.arg_groups.model_override_base import attention_backends_of
-    from sglang.srt.runtime_context import get_server_args, process_model_config
+    from sglang.srt.runtime_context import attention_backends, get_model, get_schedule, get_spec, process_model_config
 
-    arguments = get_server_args()
-    _, backend = attention_backends_of(arguments)
+    _, backend = attention_backends()
     config = target_config(hf_config)
     if rows == 1 and backend in tables.PACKED:
         # SGLang's Triton backend gives a decoding row the last window - 1 keys, itself included; its tables hold no
@@ -64,18 +62,18 @@ def build_on(machine: Machine, model: Any, hf_config: Any, *, rows: int) -> Targ
         machine,
         row_cap=row_cap,
         max_context=int(process_model_config().context_len) + 2 * row_cap,
-        kv_dtype=KV_DTYPES[arguments.kv_cache_dtype],
+        kv_dtype=KV_DTYPES[get_model().kv_cache_dtype],
         progress=logger.info,
     )
     built = TargetMegakernel(
         step,
         rows=rows,
-        page_size=int(arguments.page_size),
+        page_size=int(get_schedule().page_size),
         layers_to_capture=lambda: model.model.language_model.layers_to_capture,
         coverage=Coverage(),
         note=f", step={switches.step()}",
     )
-    observe(built, model, speculative=arguments.speculative_algorithm is not None)
+    observe(built, model, speculative=get_spec().speculative_algorithm is not None)
     return built
 
 

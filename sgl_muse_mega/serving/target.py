@@ -39,6 +39,7 @@ class TargetMegakernel:
         self._layers_to_capture = layers_to_capture
         self._note = note
         self._pool: Any = None
+        self._caches: list[tuple[Tensor, Tensor]] = []
 
     def summary(self) -> str:
         """For the line that says the megakernel is active."""
@@ -97,6 +98,7 @@ class TargetMegakernel:
         if metadata.swa_out_cache_loc is not None:
             inputs.sliding_slots[:rows].copy_(metadata.swa_out_cache_loc[:rows])
         self._tables.copy(metadata)
+        self.step.machine.attach(self.step, self._caches)
         self.step.launch(rows)
         taps = self.step.taps[:rows].flatten(1) if self.step.taps_after else None
         return LogitsProcessorOutput(next_token_logits=self.step.activations.logits[:rows], hidden_states=taps)
@@ -112,5 +114,6 @@ class TargetMegakernel:
             raise RuntimeError("The KV pool changed inside a graph capture.")
         self.step.use_taps(tuple(sorted(set(self._layers_to_capture()))))
         layers = range(len(self.step.weights.layers))
-        self.step.use_caches([(pool.get_key_buffer(i), pool.get_value_buffer(i)) for i in layers])
+        self._caches = [(pool.get_key_buffer(i), pool.get_value_buffer(i)) for i in layers]
+        self.step.use_caches(self._caches)
         self._pool = pool

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compares this package with SGLang and transformers on a CPU: run.sh [DIR] [pytest arguments]
+# Compares this package with SGLang and transformers on a CPU, and runs the plugin's tests: run.sh [DIR] [pytest arguments]
 # DIR (default .venv-oracle) receives a virtual environment on the first run: Python 3.11 or later, about 2 GB.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -21,4 +21,5 @@ fi
 # SGLang: CPU code paths, plain PyTorch instead of compiled functions, Triton kernels in Triton's interpreter.
 export SGLANG_USE_CPU_ENGINE=1 TORCH_COMPILE_DISABLE=1 TRITON_INTERPRET=1
 export PYTHONPATH=$PWD:$PWD/tests/oracle:$PWD/tests/oracle/stubs
-exec "$directory/bin/python" -m pytest tests/oracle -p no:cacheprovider "$@"
+"$directory/bin/python" -m pytest tests/oracle -p no:cacheprovider "$@"
+exec "$directory/bin/python" -m pytest tests/serving -p no:cacheprovider  # the plugin; its own process, SGLang has one model

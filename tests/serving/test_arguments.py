@@ -1,0 +1,200 @@
+"""SGLang's real argument resolution with the flag: what it accepts, and that every refusal reaches the user."""
+
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import _device
+
+from sgl_muse_mega.checkpoint import tiny
+from sgl_muse_mega.serving import reasons, switches
+
+pytestmark = pytest.mark.usefixtures("plugins")
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_path": str(tiny.target_directory()),
+        "device": "cuda",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enable_nvidia_megakernel": True,
+        "attention_backend": "fa3",
+    } | changes
+
+
+DFLASH = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(tiny.draft_directory())}
+
+
+def resolve(**changes: Any) -> Any:
+    """Resolved server arguments. Raises what SGLang raises."""
+    from sglang.srt.server_args import ServerArgs
+
+    resolved = ServerArgs(**arguments(**changes))
+    resolved.resolve_once()
+    return resolved
+
+
+def refusals(**changes: Any) -> list[str]:
+    """The list that SGLang prints."""
+    with pytest.raises(ValueError, match="cannot run this setup") as caught:
+        resolve(**changes)
+    return str(caught.value).split("\n  - ")[1:]
+
+
+@pytest.fixture(scope="module")
+def resolved(plugins: None) -> tuple[Any, Any]:
+    """Resolved arguments of a server that is accepted, and its model's configuration."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
+
+    with pytest.MonkeyPatch.context() as patch:
+        _device(patch, "sm_90")
+        found = resolve(**DFLASH)
+    return resolving_view(found), model_config_of(found).hf_config
+
+
+class Changed:
+    """A view of something with other values here and there."""
+
+    def __init__(self, base: Any, **changes: Any) -> None:
+        self.__dict__.update(changes)
+        self.__dict__["_base"] = base
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        DFLASH,
+        {"attention_backend": "triton", "kv_cache_dtype": "bfloat16", "page_size": 64},
+        DFLASH | {"speculative_num_draft_tokens": 16, "cuda_graph_bs_decode": [1, 2]},
+        {"disable_cuda_graph": True, "quantization": "modelopt_fp4", "moe_runner_backend": "marlin"},
+    ],
+)
+def test_accepted(changes: dict[str, Any]) -> None:
+    resolve(**changes)
+    assert os.environ[switches.SERVING] == "1"  # the ranks that this process would start keep the global scales
+
+
+@pytest.mark.usefixtures("hopper")
+def test_all_reasons_come_together() -> None:
+    found = refusals(
+        tp_size=2, kv_cache_dtype="fp8_e5m2", attention_backend="flashinfer", enable_deterministic_inference=False,
+        cuda_graph_bs_decode=[2, 4], enable_memory_saver=True,
+    )  # fmt: skip
+    for part in ("tp_size 2", "--ep-size is 1", "fp8_e5m2", "'flashinfer'", "no decode graph", "memory release"):
+        assert sum(part in reason for reason in found) == 1, (part, found)
+    assert switches.SERVING not in os.environ
+
+
+def test_without_the_flag_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    _device(monkeypatch, "sm_80")
+    resolve(enable_nvidia_megakernel=False)
+    assert switches.SERVING not in os.environ
+
+
+def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for isa, part in (("sm_80", "not sm_80"), ("sm_100", "not sm_100"), ("sm_103", switches.EXPERIMENTAL_SM103)):
+        _device(monkeypatch, isa)
+        assert any(part in reason for reason in refusals())
+    monkeypatch.setenv(switches.EXPERIMENTAL_SM103, "1")
+    assert any("--moe-runner-backend marlin" in reason for reason in refusals())
+    resolve(moe_runner_backend="marlin")
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"ep_size": 2}, "--ep-size is 2"),
+        ({"quantization": "awq"}, "--quantization is 'awq'"),
+        ({"moe_runner_backend": "flashinfer_trtllm"}, "'marlin' packs them"),
+        ({"moe_a2a_backend": "deepep"}, "--moe-a2a-backend"),
+        ({"enable_paged_experts": True}, "--enable-paged-experts"),
+        ({"speculative_algorithm": "EAGLE3"}, "use DFLASH or none"),
+        ({"speculative_num_draft_tokens": 17}, "verify 2 to 16 rows"),
+        ({"speculative_num_draft_tokens": 1}, "verify 2 to 16 rows"),
+        ({"attention_backend": "flashinfer"}, "set --attention-backend"),
+        ({"decode_attention_backend": "triton"}, "different attention backends"),
+        ({"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype is 'nvfp4'"),
+        ({"quantization_param_path": "scales.json"}, "--quantization-param-path"),
+        ({"enable_unified_memory": True}, "--enable-unified-memory"),
+        ({"enable_page_major_kv_layout": True}, "--enable-page-major-kv-layout"),
+        ({"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
+        ({"disable_hybrid_swa_memory": True}, "--disable-hybrid-swa-memory"),
+        ({"debug_cuda_graph": True}, "--debug-cuda-graph"),
+        ({"enable_pdmux": True}, "--enable-pdmux"),
+        ({"enable_return_hidden_states": True}, "--enable-return-hidden-states"),
+        ({"enable_return_aux_hidden_states": True}, "--enable-return-aux-hidden-states"),
+        ({"debug_tensor_dump_output_folder": "/tmp/dump"}, "tensor dumps"),
+        ({"forward_hooks": [{}]}, "forward hooks"),
+        ({"kv_canary": "log"}, "--kv-canary"),
+        ({"cuda_graph_config": SimpleNamespace(decode=SimpleNamespace(backend="full", bs=[2, 4]))}, "[2, 4]"),
+    ],
+)
+def test_every_argument_we_cannot_serve(resolved: tuple[Any, Any], changes: dict[str, Any], part: str) -> None:
+    cfg, hf_config = resolved
+    found = reasons.config_disable_reasons(Changed(cfg, **changes), hf_config)
+    assert len(found) == 1, found
+    assert part in found[0]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_bf16_checkpoint_is_not_quantised_on_the_way(resolved: tuple[Any, Any], tmp_path: Path) -> None:
+    cfg, hf_config = resolved
+    bf16 = Changed(hf_config, quantization_config=None)
+    quantising = Changed(cfg, quantization="modelopt_fp4", model_path=str(tmp_path))
+    assert ["would quantise" in r for r in reasons.config_disable_reasons(quantising, bf16)] == [True]
+    assert reasons.config_disable_reasons(Changed(quantising, quantization=None), bf16) == []
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    assert reasons.config_disable_reasons(quantising, bf16) == []
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"head_dim": 128}, "head_dim is 128"),
+        ({"hidden_size": 200}, "hidden_size 200 is no multiple of 64"),
+        ({"mlp_layer_types": ["dense"] * 6}, "mlp_layer_types"),
+        ({"num_shared_experts": 1}, "num_shared_experts"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+    ],
+)
+def test_models_we_cannot_serve(resolved: tuple[Any, Any], changes: dict[str, Any], part: str) -> None:
+    cfg, hf_config = resolved
+    other = Changed(hf_config, text_config=Changed(hf_config.text_config, **changes))
+    found = reasons.config_disable_reasons(cfg, other)
+    assert len(found) == 1, found
+    assert part in found[0]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_environment(resolved: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(switches.STEP, "everything")
+    assert "set it to target or full" in reasons.config_disable_reasons(*resolved)[0]
+    monkeypatch.delenv(switches.STEP)
+    monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+    assert "SGLANG_USE_HND_KVCACHE" in reasons.config_disable_reasons(*resolved)[0]
+    monkeypatch.delenv("SGLANG_USE_HND_KVCACHE")
+    monkeypatch.setattr(reasons, "SGLANG_VERSION", "0.5.99")
+    assert "install sglang==0.5.99" in reasons.config_disable_reasons(*resolved)[0]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_whitelist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", "muse_mega")
+    assert "SGLANG_PLUGINS" in refusals()[0]
+
+
+def test_loading_costs_nothing(fresh_process: "subprocess.Popen[str]") -> None:
+    """In a process without the flag the plugin imports neither SGLang's serving code nor ours, and hooks nothing."""
+    output, _ = fresh_process.communicate()
+    assert fresh_process.returncode == 0, output
