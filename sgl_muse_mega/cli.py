@@ -141,6 +141,10 @@ def bench_layer(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="A small model on the emulator; its times say nothing.")
     ] = False,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write a timeline for Perfetto (.json or .json.gz).")
+    ] = None,
+    picture: Annotated[Path | None, typer.Option("--picture", help="Draw one layer's timeline (.png, .svg).")] = None,
     save: Annotated[bool, typer.Option("--save", help="Write the results and the named figures.")] = False,
 ) -> None:
     """Time layers of one rank of four at full size against the memory roof."""
@@ -148,7 +152,7 @@ def bench_layer(
 
     options = command.Options(
         command.numbers(rows), layers, context, bf16_experts, kv_cache_dtype, tuple(variant or ()), turns, repeats,
-        draws, seed, check, dry_run, save,
+        draws, seed, check, dry_run, save, trace, picture,
     )  # fmt: skip
     raise typer.Exit(command.run(options))
 

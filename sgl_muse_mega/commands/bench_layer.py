@@ -1,7 +1,8 @@
 """`sgl-muse-mega bench layer`: layers of one rank of four at full size against the memory roof, arms in turn."""
 
 import statistics
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sgl_muse_mega import results
+from sgl_muse_mega.commands.layer import traced
 from sgl_muse_mega.commands.layer.measured import Case, of_roof
 from sgl_muse_mega.commands.layer.session import ArmSpec, Session
 from sgl_muse_mega.commands.roof import ROOF_GB_S
@@ -35,6 +37,8 @@ class Options:
     check: bool
     dry_run: bool
     save: bool
+    trace: Path | None = None
+    picture: Path | None = None
 
     def workload(self) -> dict[str, Any]:
         """What every arm is told (`arm.Workload`)."""
@@ -74,15 +78,30 @@ def run(options: Options) -> int:
     for part in (table(cases), ratios(cases)):
         if part:
             console.print(part)
+    phases: list[list[dict[str, Any]]] = []
+    if options.trace or options.picture:
+        shown, logged = traced.run(specs[0], options.workload(), traced_rows(options), options.trace, options.picture)
+        phases = [[asdict(phase) for phase in layer] for layer in logged]
+        console.print(shown)
     for name, reason in failures.items():
         console.print(f"{name} failed: " + "\n".join(reason.splitlines()[:12]), style="red", markup=False)
     if options.save:
-        content = {"options": {f.name: getattr(options, f.name) for f in fields(options)}, "roof_gb_s": ROOF_GB_S,
-                   "arms": session.descriptions, "checks": before, "failures": failures,
-                   "cases": [case.content() for case in cases]}  # fmt: skip
+        asked = {f.name: plain(getattr(options, f.name)) for f in fields(options)}
+        content = {"options": asked, "roof_gb_s": ROOF_GB_S, "arms": session.descriptions, "checks": before,
+                   "failures": failures, "phases": phases, "cases": [case.content() for case in cases]}  # fmt: skip
         named = {} if wrong else figures(options, cases)
         print(results.save("layer", results.environment(machine["gpu"]), content, named))
     return 1 if wrong or failures else 0
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it."""
+    return str(value) if isinstance(value, Path) else value
+
+
+def traced_rows(options: Options) -> int:
+    """8 rows if they are among those asked for, else the most."""
+    return 8 if 8 in options.rows else max(options.rows)
 
 
 def headline(options: Options, machine: dict[str, Any]) -> str:

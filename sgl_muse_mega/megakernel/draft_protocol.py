@@ -165,7 +165,7 @@ struct Params {{
 namespace protocol {{
 enum class Counter : uint32_t {{ {", ".join(c.name for c in counters)} }};
 enum class Site : uint32_t {{ {sites} }};
-enum class Point : int {{ {", ".join(POINTS + LOG_POINTS)} }};
+enum class Point : int {{ {", ".join(("NOTHING", *POINTS, *LOG_POINTS))} }};
 constexpr uint32_t LOG_WORDS = {LOG_WORDS};
 enum class Request : int {{ {", ".join(REQUEST)}, STOPS }};
 enum State : int {{ {", ".join(STATE)} }};

@@ -149,7 +149,7 @@ struct Params {{
 namespace protocol {{
 enum class Counter : uint32_t {{ {counters} }};
 enum class Site : uint32_t {{ {sites} }};
-enum class Point : int {{ {", ".join(POINTS + LOG_POINTS)} }};
+enum class Point : int {{ {", ".join(("NOTHING", *POINTS, *LOG_POINTS))} }};
 constexpr uint32_t LOG_WORDS = {LOG_WORDS};
 constexpr int COUNTER_STRIDE = {COUNTER_STRIDE};
 constexpr uint64_t RECORD_COMPLETE = {RECORD_COMPLETE:#x}ull;

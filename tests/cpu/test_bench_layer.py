@@ -106,9 +106,11 @@ def test_each_gate_names_what_is_wrong(harm: dict[str, Any], words: str, capsys:
 def test_whole_run_on_the_emulator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Two arms, one of which cannot be built: the other's figures are there, and the exit code tells."""
+    """Two arms, one of which cannot be built: the other's figures are there, and the exit code tells. The trace
+    finds the bytes that the table counts."""
     monkeypatch.setattr("sgl_muse_mega.results.results_directory", lambda: tmp_path)
-    assert bench_layer.run(options(variants=("broken:FOO,math_warps=3",), save=True)) == 1
+    trace = tmp_path / "trace.json"
+    assert bench_layer.run(options(variants=("broken:FOO,math_warps=3",), save=True, trace=trace)) == 1
     shown = capfd.readouterr().out
     assert "broken failed" in shown
     (file,) = tmp_path.glob("layer-*.json")
@@ -117,6 +119,11 @@ def test_whole_run_on_the_emulator(
     assert content["cases"][0]["distinct_experts"] == [[4]]
     assert content["checks"]["stages"]["1"]["this"]["failed"] == []
     assert not (tmp_path / "figures.json").exists()
+    (phases,) = content["phases"]
+    weights = sum(phase["bytes"] for phase in phases if phase["name"] != "ATTENTION")
+    assert [weights] == content["cases"][0]["bytes"]
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"layer 0", "gate up", "wait: ring full", "weights taken up, GB/s"} <= names
 
 
 def test_two_arms_of_one_name_are_refused() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import IO, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -239,6 +240,24 @@ class Arm:
             "cosine": worst.cosine,
             "relative_rms": max(r.relative_rms for r in found),
         }
+
+    def logs(self, rows: int, path: str) -> dict[str, Any]:
+        """Saves the logs of every layer of one replay with NumPy, int64 [layers, CTAs, warps, words]; the arm must have
+        been built with a trace. Says how many warps do math, and the bytes of keys and values that each layer reads.
+        """
+        case = self.case(rows, 0)
+        step, config = case.step, case.step.config
+        chain = self.chain(rows, self.work.layers)
+        for _ in range(1 if self.work.emulated else 20):  # clocks and caches as in the middle of a decode
+            chain.replay()
+        step.trace.zero_()
+        chain.replay()
+        self.machine.synchronize()
+        np.save(path, step.trace[1 : self.work.layers + 1].cpu().numpy())
+        row_bytes = size_of(*(cache[:1] for cache in case.caches[0]))
+        windows = [config.window(index) for index in range(self.work.layers)]
+        keys = [self.work.context if window is None else min(window, self.work.context) for window in windows]
+        return {"math_warps": step.instance.math_warps, "cache_bytes": [count * row_bytes for count in keys]}
 
 
 def row_cap(rows: int) -> int:
