@@ -2,12 +2,12 @@
 
     compute-sanitizer --tool memcheck python benchmark/sanitize.py
     compute-sanitizer --tool synccheck python benchmark/sanitize.py
-    compute-sanitizer --tool racecheck --kernel-name kns=_kernel \\
+    compute-sanitizer --tool racecheck --kernel-name kne=layer_kernel \\
         python benchmark/sanitize.py --define EVERY_LANE_ARRIVES
 
 Racecheck does not see that the accesses of a warp's lanes come before the meeting of the warp, and so before the
 arrival of one lane that stands for all; with EVERY_LANE_ARRIVES (csrc/layer/ring.cuh) each lane arrives for itself.
-Its filter also matches kernels of PyTorch, so read the names.
+Filter by name (benchmark/validate.py does): the tools are slow on PyTorch's kernels.
 """
 
 import argparse

@@ -19,7 +19,14 @@ from sgl_muse_mega import results
 
 ROOT = Path(__file__).parents[1]
 CONTEXTS = "1,63,64,65,2047,2048,2049,8192"
-SANITIZER = "compute-sanitizer --error-exitcode 9"
+NAMES = (
+    "embed_kernel", "layer_kernel", "head_kernel", "draft_layer_kernel", "draft_head_kernel", "verify_head_kernel",
+    "draft_context_kernel", "accept_kernel",
+)  # fmt: skip
+# API errors are left out: cuda-bindings asks the driver for functions that an older driver does not have.
+SANITIZER = " ".join(
+    ("compute-sanitizer --error-exitcode 9 --report-api-errors no", *(f"--kernel-name kne={name}" for name in NAMES))
+)
 # name: (seconds allowed, command)
 CHECKS: dict[str, tuple[int, str]] = {
     "stages small": (
@@ -38,15 +45,10 @@ CHECKS: dict[str, tuple[int, str]] = {
     "states": (60, "python benchmark/replay_check.py write {scratch}/states.pt"),
     "soak": (120, "python benchmark/replay_check.py soak {scratch}/states.pt --replays 20000"),
     "deadline": (60, "python tests/gpu/missed_deadline.py"),
-    "memcheck": (180, f"{SANITIZER} --tool memcheck --kernel-name kns=_kernel python benchmark/sanitize.py"),
-    "synccheck": (180, f"{SANITIZER} --tool synccheck --kernel-name kns=_kernel python benchmark/sanitize.py"),
-    "racecheck": (
-        240,
-        "compute-sanitizer --tool racecheck --print-limit 1000 --kernel-name kns=_kernel "
-        "python benchmark/sanitize.py --define EVERY_LANE_ARRIVES",
-    ),
+    "memcheck": (90, f"{SANITIZER} --tool memcheck python benchmark/sanitize.py"),
+    "synccheck": (60, f"{SANITIZER} --tool synccheck python benchmark/sanitize.py"),
+    "racecheck": (90, f"{SANITIZER} --tool racecheck python benchmark/sanitize.py --define EVERY_LANE_ARRIVES"),
 }  # fmt: skip
-KERNELS = ("embed_kernel", "layer_kernel", "head_kernel", "draft_context_kernel", "accept_kernel")
 KEPT_LINES = 100
 
 
@@ -66,9 +68,6 @@ def run(command: str, seconds: int, scratch: str) -> dict[str, object]:
     except subprocess.TimeoutExpired as error:
         status, output = 124, (error.output or b"").decode(errors="replace")
     lines = [line for line in output.splitlines() if line.strip()]
-    # Racecheck also looks at kernels of PyTorch with such a name; hazards in those are none of ours.
-    if any(f" {kernel}+0x" in line for kernel in KERNELS for line in lines):
-        status = status or 9
     return {
         "command": command, "status": status, "seconds": round(time.monotonic() - start, 1),
         "output": lines[-KEPT_LINES:],
