@@ -45,10 +45,11 @@ STEP = Target(
     f"{_WORKER}.forward_batch_generation", ("self", "batch", "on_publish", "grammar_barrier", "pp_proxy_tensors")
 )
 GRAPHS = Target(f"{_WORKER}.init_cuda_graphs", ("self",))
+GREEDY = Target(f"{_WORKER}._can_skip_verify_logits", ("self", "batch", "sampling_info"))
 NEXT_INPUT = Target(f"{_WORKER}._make_next_draft_input_decode", ("self", "bonus_tokens", "new_seq_lens"))
 
 SERVER = (FORWARD, REPACK)
-SPECULATION = (VERIFIED, STEP, GRAPHS, NEXT_INPUT)
+SPECULATION = (VERIFIED, STEP, GRAPHS, GREEDY, NEXT_INPUT)
 
 
 def problems(targets: tuple[Target, ...]) -> Iterator[str]:

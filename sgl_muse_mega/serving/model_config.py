@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sgl_muse_mega.config import TargetConfig
+from sgl_muse_mega.config import DraftConfig, TargetConfig
 from sgl_muse_mega.errors import UserError
 
 _NOT_IN_TEXT = ("model_type", "quantization", "rope_parameters")
@@ -48,3 +48,26 @@ def _plain(name: str, value: Any) -> Any:
     if TargetConfig.model_fields[name].annotation is float and isinstance(value, int):
         return float(value)
     return value
+
+
+def draft_config(hf_config: Any, *, layers_to_capture: tuple[int, ...]) -> DraftConfig:
+    """A served DFlash2 draft. layers_to_capture: the target's layers whose streams it gets, in their order.
+
+    SGLang gives a draft the target's normed embedding, unscaled. Raises UserError naming every field that the kernels
+    cannot take.
+    """
+    nested = getattr(hf_config, "dflash_config", None) or {}
+    fields: dict[str, Any] = {"target_layer_ids": layers_to_capture, "normed_embedding": True}
+    for name in DraftConfig.model_fields:
+        value = nested.get(name, getattr(hf_config, name, None))
+        if name == "rope_theta" and value is None:
+            value = (getattr(hf_config, "rope_parameters", None) or {}).get("rope_theta")
+        if value is not None and name not in fields and name != "model_type":
+            fields[name] = tuple(value) if isinstance(value, list) else value
+            if DraftConfig.model_fields[name].annotation is float and isinstance(value, int):
+                fields[name] = float(value)
+    try:
+        return DraftConfig.model_validate(fields)
+    except ValidationError as error:
+        clauses = "; ".join(_clause(detail) for detail in error.errors())
+        raise UserError(f"The kernels cannot take this draft's configuration: {clauses}.") from None

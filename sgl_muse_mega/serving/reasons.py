@@ -173,6 +173,19 @@ def _step(cfg: Any, hf_config: Any) -> Iterator[str]:
     step = switches.step()
     if step not in switches.STEPS:
         yield f"{switches.STEP} is {step!r}; set it to {' or '.join(switches.STEPS)}"
+    if step != "full" or cfg.speculative_algorithm is None:
+        return
+    draft_dtype = cfg.speculative_draft_kv_cache_dtype or cfg.kv_cache_dtype
+    if draft_dtype not in ("bf16", "bfloat16"):
+        yield (
+            f"{switches.STEP}=full keeps the draft's cache in bfloat16 and the server's is {draft_dtype}; add "
+            "--speculative-draft-kv-cache-dtype bfloat16"
+        )
+    if cfg.speculative_draft_window_size is not None:
+        yield f"{switches.STEP}=full has no use for --speculative-draft-window-size; leave it out"
+    if cfg.speculative_draft_model_quantization not in (None, "unquant", "modelopt_fp4"):
+        quantization = cfg.speculative_draft_model_quantization
+        yield f"{switches.STEP}=full reads a BF16 draft and this one is to be {quantization!r}; use a BF16 draft"
 
 
 def model_disable_reasons(model: Any, hf_config: Any) -> list[str]:

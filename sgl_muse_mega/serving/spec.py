@@ -19,7 +19,7 @@ from sgl_muse_mega.megakernel.cuda import CudaMachine
 from sgl_muse_mega.megakernel.instance import MAX_ROWS
 from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.step import Step
-from sgl_muse_mega.serving import hooks, switches, tables
+from sgl_muse_mega.serving import hooks, switches, tables, worker
 from sgl_muse_mega.serving.coverage import Coverage, Monitor
 from sgl_muse_mega.serving.model_config import target_config
 from sgl_muse_mega.serving.reasons import KV_DTYPES, config_disable_reasons, model_disable_reasons
@@ -73,7 +73,10 @@ def build_on(machine: Machine, model: Any, hf_config: Any, *, rows: int) -> Targ
         coverage=Coverage(),
         note=f", step={switches.step()}",
     )
-    observe(built, model, speculative=get_spec().speculative_algorithm is not None)
+    speculative = get_spec().speculative_algorithm is not None
+    observe(built, model, speculative=speculative)
+    if speculative and switches.step() == "full":
+        worker.install(built)
     return built
 
 
@@ -90,9 +93,9 @@ def observe(built: TargetMegakernel, model: Any, *, speculative: bool) -> None:
                 coverage.declined(reason)
         return original(runner, forward_batch, *args, **kwargs)
 
-    def verified(original: Any, worker: Any, num_correct_drafts_per_req: list[int], *args: Any, **kwargs: Any) -> Any:
+    def verified(original: Any, owner: Any, num_correct_drafts_per_req: list[int], *args: Any, **kwargs: Any) -> Any:
         coverage.accepted(num_correct_drafts_per_req)
-        return original(worker, num_correct_drafts_per_req, *args, **kwargs)
+        return original(owner, num_correct_drafts_per_req, *args, **kwargs)
 
     hooks.wrap(hooks.FORWARD, forward)
     if speculative:

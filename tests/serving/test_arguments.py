@@ -189,6 +189,25 @@ def test_environment(resolved: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("hopper")
+def test_the_whole_step_asks_for_more(resolved: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg, hf_config = resolved
+    monkeypatch.setenv(switches.STEP, "full")
+    assert ["--speculative-draft-kv-cache-dtype bfloat16" in r for r in reasons.config_disable_reasons(*resolved)] == [
+        True
+    ]
+    accepted = Changed(cfg, speculative_draft_kv_cache_dtype="bfloat16")
+    assert reasons.config_disable_reasons(accepted, hf_config) == []
+    assert reasons.config_disable_reasons(Changed(cfg, speculative_algorithm=None), hf_config) == []
+    for changes, part in (
+        ({"speculative_draft_window_size": 512}, "--speculative-draft-window-size"),
+        ({"speculative_draft_model_quantization": "fp8"}, "use a BF16 draft"),
+    ):
+        found = reasons.config_disable_reasons(Changed(accepted, **changes), hf_config)
+        assert len(found) == 1
+        assert part in found[0]
+
+
+@pytest.mark.usefixtures("hopper")
 def test_whitelist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_PLUGINS", "muse_mega")
     assert "SGLANG_PLUGINS" in refusals()[0]

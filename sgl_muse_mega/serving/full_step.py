@@ -1,0 +1,102 @@
+"""A whole DFLASH step of one greedy request over the server's caches: two graph replays, no host in between.
+
+The first reads what the scheduler may change afterwards (the request's row of slots, its length, its anchor token); the
+second is draft, verify, accept and the draft's context. SGLang's tables stay the only state: a step that SGLang runs
+itself may come before and after any of these.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sgl_muse_mega.megakernel.decode_request import request_words
+from sgl_muse_mega.megakernel.decode_step import DecodeStep
+from sgl_muse_mega.megakernel.draft_protocol import STATE
+from sgl_muse_mega.serving.tables import LiveTables
+from sgl_muse_mega.speculative.sampling import SamplingParams
+
+WITHOUT_END = 2**62  # the server decides when a text ends
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Fresh tensors, so that nothing a later step writes is under a copy that is still to come."""
+
+    tokens: Tensor  # int64 [width]: the first `committed` are the step's
+    committed: Tensor  # int32 [1], 1 .. width
+    anchor: Tensor  # int64 [1], the last of them
+    length: Tensor  # int64 [1], committed rows afterwards
+
+
+class FullStep:
+    """Steps of `width` rows; `decode`'s target and draft are bound to the server's caches."""
+
+    def __init__(self, decode: DecodeStep, *, width: int, req_to_token: Tensor, full_to_sliding: Tensor | None) -> None:
+        """req_to_token int32 [requests, positions]; full_to_sliding int64: the sliding pool's slot of a full slot."""
+        self._decode, self._width = decode, width
+        self._req_to_token, self._full_to_sliding = req_to_token, full_to_sliding
+        step = decode.step
+        device, row_cap = step.machine.device, step.instance.row_cap
+        self._tables = LiveTables(step.inputs, window=step.config.sliding_window)
+        self._row, self._length, self._anchor = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(3))
+        self._offsets = torch.arange(row_cap, device=device)
+        self._result = torch.zeros(width + 3, dtype=torch.int64, device=device)
+        words = request_words(SamplingParams(), max_new_tokens=WITHOUT_END, max_context=WITHOUT_END)
+        decode.state.request.copy_(torch.tensor(words))
+        if decode.draft:
+            decode.draft.pages = step.inputs.full_pages  # the draft's cache has the target's full slots
+        self._replays: list[Callable[[], None]] = []
+
+    def capture(self) -> None:
+        """Captures both graphs; on a machine without graphs the launches are made anew every time."""
+        parts = (self._prepare, self._run)
+        if self._decode.step.machine.device.type != "cuda":
+            self._replays = list(parts)
+            return
+        for part in parts:
+            part()  # allocations and lazy initialisation, outside the graph; slot 0 takes the rows
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                part()
+            self._replays.append(graph.replay)
+
+    def __call__(
+        self, row: Tensor, length: Tensor, anchor: Tensor, tables_read: Callable[[], None] = lambda: None
+    ) -> StepResult:
+        """Enqueues a step behind `length` committed rows of the request in row `row`; each int64 [1].
+
+        tables_read is called when everything is enqueued that reads the server's tables.
+        """
+        for static, value in ((self._row, row), (self._length, length), (self._anchor, anchor)):
+            static.copy_(value)
+        self._replays[0]()
+        tables_read()
+        self._replays[1]()
+        fresh = self._result.clone()
+        width = self._width
+        return StepResult(fresh[:width], fresh[width : width + 1].to(torch.int32), fresh[-2:-1], fresh[-1:])
+
+    def _prepare(self) -> None:
+        inputs = self._decode.step.inputs
+        inputs.length.copy_(self._length)
+        inputs.token_ids[:1].copy_(self._anchor)
+        self._tables.copy(self._req_to_token, self._row, self._full_to_sliding)
+        positions = self._offsets + self._length
+        inputs.positions.copy_(positions)
+        inputs.full_slots.copy_(inputs.full_pages[positions])
+        inputs.sliding_slots.copy_(inputs.sliding_pages[positions])
+        self._decode.state.state.zero_()
+
+    def _run(self) -> None:
+        decode, width = self._decode, self._width
+        decode.launch(width)
+        # The accept launch leaves the new anchor in row 0 and the drafts behind it.
+        inputs, committed = decode.step.inputs, decode.state.state[STATE.index("COMMITTED")].reshape(1)
+        self._result[: width - 1].copy_(inputs.token_ids[1:width])
+        self._result.index_copy_(0, (committed - 1).clamp_(min=0), inputs.token_ids[:1])
+        self._result[width : width + 1].copy_(committed)
+        self._result[-2:-1].copy_(inputs.token_ids[:1])
+        self._result[-1:].copy_(inputs.length)

@@ -1,0 +1,131 @@
+"""The whole step in place of SGLang's under DFLASH: wrapped methods of its worker, in the rank's process only."""
+
+import logging
+from typing import Any
+
+import torch
+
+from sgl_muse_mega.errors import UserError
+from sgl_muse_mega.megakernel.accept_step import AcceptStep
+from sgl_muse_mega.megakernel.decode_step import DecodeStep
+from sgl_muse_mega.megakernel.draft_instance import TargetEnds
+from sgl_muse_mega.megakernel.draft_scratch import DecodeState
+from sgl_muse_mega.megakernel.draft_step import DraftStep
+from sgl_muse_mega.megakernel.draft_weights import prepare_draft
+from sgl_muse_mega.serving import hooks
+from sgl_muse_mega.serving.draft import draft_weights
+from sgl_muse_mega.serving.full_step import FullStep
+from sgl_muse_mega.serving.model_config import draft_config
+from sgl_muse_mega.serving.target import TargetMegakernel
+
+logger = logging.getLogger(__name__)
+
+
+def install(built: TargetMegakernel) -> None:
+    """Wraps the worker's class before SGLang makes its worker; the step is built once SGLang's own graphs are."""
+    steps: list[FullStep] = []
+
+    def graphs(original: Any, worker: Any) -> None:
+        original(worker)
+        steps.append(build_step(built, worker))
+        logger.info(
+            "Muse megakernel: greedy steps of one request run whole (draft, verify, accept, cache) as one graph; with "
+            "grammar, log-probabilities, penalties, bias, sampling or several requests SGLang's own step runs."
+        )
+
+    def step(original: Any, worker: Any, batch: Any, on_publish: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if steps and not (batch.forward_mode.is_extend() or batch.is_extend_in_batch):
+            reason = declines(worker, batch)
+            if reason is None:
+                built.coverage.ran("whole steps")
+                return run(steps[0], worker, batch, on_publish)
+            built.coverage.declined(f"whole steps: {reason}")
+        return original(worker, batch, on_publish, *args, **kwargs)
+
+    hooks.wrap(hooks.GRAPHS, graphs)
+    hooks.wrap(hooks.STEP, step)
+
+
+def build_step(built: TargetMegakernel, worker: Any) -> FullStep:
+    """Over the caches of SGLang's two pools. Raises UserError when the draft is not one that the kernels can run."""
+    step, target, draft_runner = built.step, worker.target_worker.model_runner, worker.draft_model_runner
+    built.bind(target.token_to_kv_pool)
+    config = draft_config(draft_runner.model_config.hf_config, layers_to_capture=step.taps_after)
+    if worker._noise_embed_scale != 1.0:
+        raise UserError(
+            f"The target scales the draft's embedding by {worker._noise_embed_scale}, which the kernels do not; "
+            "set SGLANG_MUSE_MEGA_STEP=target."
+        )
+    try:
+        weights = draft_weights(worker.draft_model)
+    except AttributeError as error:
+        raise UserError(
+            f"The draft is not a DFlash2 draft as SGLang 0.5.23 builds it ({error}); set SGLANG_MUSE_MEGA_STEP=target."
+        ) from error
+    held = step.weights
+    kernel_draft = prepare_draft(config, weights, held.embedding, held.lm_head)
+    state = DecodeState.allocate(step.instance.row_cap, step.machine.device)
+    draft = DraftStep(
+        config, kernel_draft, step.machine, step.inputs, step.taps, state, target=TargetEnds.of(step.config),
+        progress=logger.info,
+    )  # fmt: skip
+    pool = draft_runner.token_to_kv_pool
+    draft.use_caches([(pool.get_key_buffer(i), pool.get_value_buffer(i)) for i in range(config.num_hidden_layers)])
+    accept = AcceptStep(
+        step.machine, step.inputs, step.activations.logits, step.activations.greedy_ids, state, draft.activations,
+        softcap=step.config.final_logit_softcapping, progress=logger.info,
+    )  # fmt: skip
+    full = FullStep(
+        DecodeStep(step, draft, accept, state),
+        width=built.rows,
+        req_to_token=target.req_to_token_pool.req_to_token,
+        full_to_sliding=getattr(target.token_to_kv_pool, "full_to_swa_index_mapping", None),
+    )
+    full.capture()
+    return full
+
+
+def declines(worker: Any, batch: Any) -> str | None:
+    """Why SGLang's own step must run this batch, or None; from host state alone."""
+    from sglang.srt.speculative import spec_utils
+    from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
+
+    if not batch.forward_mode.is_decode():
+        return f"{batch.forward_mode.name.lower()} batches"
+    if len(batch.seq_lens) != 1:
+        return "more than one request"
+    if spec_utils.SIMULATE_ACC_LEN > 0:
+        return "SGLANG_SIMULATE_ACC_LEN is set"
+    if not isinstance(batch.spec_info, DFlashDraftInputV2):
+        return "no draft state"
+    worker._selector_sample = None  # as SGLang's own step begins
+    if not worker._can_skip_verify_logits(batch, batch.sampling_info):
+        return "sampling, grammar, log-probabilities, penalties or bias"
+    return None
+
+
+def run(full: FullStep, worker: Any, batch: Any, on_publish: Any) -> Any:
+    """One step with SGLang's bookkeeping round it; a GenerationBatchResult."""
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.managers.utils import GenerationBatchResult
+
+    runner = worker.target_worker.model_runner
+    batch.seq_lens.record_stream(torch.cuda.current_stream())
+
+    def tables_read() -> None:
+        event = torch.cuda.Event()
+        event.record()
+        runner.shared_read_done_event = event
+
+    result = full(batch.req_pool_indices, batch.seq_lens, batch.spec_info.bonus_tokens, tables_read)
+    if on_publish is not None:
+        on_publish(result.length)
+    return GenerationBatchResult(
+        logits_output=LogitsProcessorOutput(next_token_logits=None),
+        next_token_ids=result.tokens,
+        accept_lens=result.committed,
+        can_run_cuda_graph=True,
+        next_draft_input=worker._make_next_draft_input_decode(bonus_tokens=result.anchor, new_seq_lens=result.length),
+        speculative_num_draft_tokens=int(worker.block_size),
+        new_seq_lens=result.length,
+    )

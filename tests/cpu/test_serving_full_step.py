@@ -1,0 +1,120 @@
+"""Whole steps over a server's tables and pools, on the emulated machine, against the step loop on the reference."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from sgl_muse_mega.checkpoint import tiny
+from sgl_muse_mega.checkpoint.draft import load_draft
+from sgl_muse_mega.checkpoint.target import load_target
+from sgl_muse_mega.commands.text import Text
+from sgl_muse_mega.config import load_draft_config, load_target_config
+from sgl_muse_mega.emulator.machine import Launch
+from sgl_muse_mega.emulator.stepper import Emulator
+from sgl_muse_mega.megakernel.accept_step import AcceptStep
+from sgl_muse_mega.megakernel.decode_step import DecodeStep
+from sgl_muse_mega.megakernel.draft_instance import TargetEnds
+from sgl_muse_mega.megakernel.draft_scratch import DecodeState
+from sgl_muse_mega.megakernel.draft_step import DraftStep
+from sgl_muse_mega.megakernel.draft_weights import prepare_draft
+from sgl_muse_mega.megakernel.step import Step
+from sgl_muse_mega.megakernel.weights import prepare
+from sgl_muse_mega.reference.backend import ReferenceBackend
+from sgl_muse_mega.serving.full_step import FullStep
+from sgl_muse_mega.speculative.generate import generate
+from sgl_muse_mega.speculative.sampling import SamplingParams
+
+WIDTH, NEW, POSITIONS, SLOTS = 8, 10, 128, 200
+PROMPT = "Sam has 3 pens and buys 4 more. How many pens?"
+
+
+class Immediate(Emulator):
+    """Launches run where they are enqueued, as they seem to on a GPU."""
+
+    def enqueue(self, launch: Launch) -> None:
+        super().enqueue(launch)
+        self.synchronize()
+
+
+class Server:
+    """Tables and pools as SGLang has them: slots in any order, the sliding layers in a pool of their own."""
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.row = torch.tensor([2])
+        self.req_to_token = torch.zeros(4, POSITIONS, dtype=torch.int32)
+        self.req_to_token[2] = (torch.randperm(SLOTS - 1, generator=generator)[:POSITIONS] + 1).int()
+        self.full_to_sliding = torch.cat((torch.tensor([0]), torch.randperm(SLOTS - 1, generator=generator) + 1))
+
+    @staticmethod
+    def caches(count: int, heads: int, dim: int) -> list[tuple[Tensor, Tensor]]:
+        """Full of NaN, but for the slot that takes the rows of nobody."""
+        found = []
+        for _ in range(count):
+            pair = torch.full((2, SLOTS, heads, dim), float("nan"), dtype=torch.bfloat16)
+            pair[:, 0] = 0
+            found.append((pair[0], pair[1]))
+        return found
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_text_of_a_request(seed: int) -> None:
+    torch.set_num_threads(1)
+    config, draft_config = load_target_config(tiny.target_directory()), load_draft_config(tiny.draft_directory())
+    weights, draft_weights = (
+        load_target(tiny.target_directory(), config),
+        load_draft(tiny.draft_directory(), draft_config),
+    )
+    ids = Text(tiny.target_directory()).encode(PROMPT, raw=True)
+    reference = ReferenceBackend(config, weights, draft_config, draft_weights, max_context=POSITIONS)
+    expected = generate(reference, ids, SamplingParams(), width=WIDTH, max_new_tokens=NEW, stop_ids=())
+    steps = [event.tokens for event in expected]
+
+    machine, server = Immediate(sms=3), Server(seed)
+    taps = tuple(draft_config.target_layer_ids)
+    step = Step(config, prepare(config, weights), machine, row_cap=8, max_context=POSITIONS + 16, taps=taps)
+    caches = server.caches(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+    step.use_caches(caches)
+    state = DecodeState.allocate(8, machine.device)
+    kernel_draft = prepare_draft(draft_config, draft_weights, weights.embed_tokens, weights.lm_head)
+    draft = DraftStep(draft_config, kernel_draft, machine, step.inputs, step.taps, state, target=TargetEnds.of(config))
+    c = draft_config
+    draft.use_caches(server.caches(c.num_hidden_layers, c.num_key_value_heads, c.head_dim))
+    activations = step.activations
+    accept = AcceptStep(
+        machine, step.inputs, activations.logits, activations.greedy_ids, state, draft.activations,
+        softcap=config.final_logit_softcapping,
+    )  # fmt: skip
+    decode = DecodeStep(step, draft, accept, state)
+    full = FullStep(decode, width=WIDTH, req_to_token=server.req_to_token, full_to_sliding=server.full_to_sliding)
+    full.capture()
+    decode.declare(caches)
+
+    # The prompt, as the server's own prefill would leave it.
+    slots = server.req_to_token[2]
+    step.inputs.full_pages[:POSITIONS].copy_(slots)
+    step.inputs.sliding_pages[:POSITIONS].copy_(server.full_to_sliding[slots.long()])
+    for start in range(0, len(ids), 8):
+        chunk = ids[start : start + 8]
+        decode.seek(chunk, start)
+        decode.launch_prompt(len(chunk))
+    anchor = step.activations.logits[len(chunk) - 1].argmax().reshape(1)
+    step.inputs.full_pages.fill_(2**30)  # every step reads the server's tables anew
+    step.inputs.sliding_pages.fill_(2**30)
+
+    length, read = torch.tensor([len(ids)]), []
+    assert anchor.tolist() == list(steps[0][:1])
+    told = []
+    emitted = [int(anchor)]
+    while len(emitted) < NEW:
+        result = full(server.row, length, anchor, lambda: told.append(True))
+        count = int(result.committed)
+        emitted += result.tokens[:count].tolist()
+        assert int(result.anchor) == emitted[-1]
+        assert int(result.length) == int(length) + count
+        read.append(result)
+        length, anchor = result.length, result.anchor
+    flat = [token for tokens in steps for token in tokens]
+    assert emitted[:NEW] == flat[:NEW]
+    assert len(told) == len(read)
+    assert len(read) == len(steps) - 1  # as many drafts are kept, so the draft's context is right, too

@@ -1,0 +1,163 @@
+"""The whole step's place in SGLang's worker: which batches it takes, and what the scheduler gets back."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_muse_mega.checkpoint.draft import save_draft
+from sgl_muse_mega.errors import UserError
+from sgl_muse_mega.serving import hooks, worker
+from sgl_muse_mega.serving.coverage import Coverage
+from sgl_muse_mega.serving.draft import draft_weights
+from sgl_muse_mega.serving.full_step import StepResult
+from sgl_muse_mega.serving.model_config import draft_config
+
+
+def sampling(**changes: Any) -> Any:
+    values = {
+        "is_all_greedy": True, "has_custom_logit_processor": False, "acc_linear_penalties": None, "grammar_mask": None,
+        "penalizer_orchestrator": SimpleNamespace(is_required=False), "logit_bias": None,
+        "sampling_mask_batch_indices": None,
+    }  # fmt: skip
+    return SimpleNamespace(**(values | changes))
+
+
+def batch(mode: str = "DECODE", requests: int = 1, **changes: Any) -> Any:
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.speculative.dflash_worker_v2 import make_draft_input_v2
+
+    lengths = torch.full((requests,), 40)
+    lengths.record_stream = lambda _stream: None
+    values = {
+        "forward_mode": ForwardMode[mode], "is_extend_in_batch": False, "seq_lens": lengths, "has_grammar": False,
+        "req_pool_indices": torch.tensor([2]), "return_logprob": False, "sampling_info": sampling(),
+        "spec_info": make_draft_input_v2(bonus_tokens=torch.tensor([7]), new_seq_lens=lengths),
+    }  # fmt: skip
+    return SimpleNamespace(**(values | changes))
+
+
+@pytest.fixture
+def served() -> Any:
+    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+
+    made = object.__new__(DFlashWorkerV2)
+    runner = SimpleNamespace(shared_read_done_event="before")
+    made._target_worker = SimpleNamespace(model_runner=runner)
+    made.block_size = 8
+    made._selector_sample = "of an earlier step"
+    return made
+
+
+def test_batches_that_run_whole(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.speculative import spec_utils
+
+    assert worker.declines(served, batch()) is None
+    assert worker.declines(served, batch(sampling_info=None)) is None
+    other = "sampling, grammar, log-probabilities, penalties or bias"
+    refused = {
+        other: [
+            batch(has_grammar=True), batch(return_logprob=True), batch(sampling_info=sampling(is_all_greedy=False)),
+            batch(sampling_info=sampling(logit_bias=torch.ones(1))),
+            batch(sampling_info=sampling(penalizer_orchestrator=SimpleNamespace(is_required=True))),
+            batch(sampling_info=sampling(has_custom_logit_processor=True)),
+        ],
+        "more than one request": [batch(requests=2)],
+        "idle batches": [batch("IDLE")],
+        "no draft state": [batch(spec_info=None)],
+    }  # fmt: skip
+    for reason, batches in refused.items():
+        assert [worker.declines(served, each) for each in batches] == [reason] * len(batches)
+    monkeypatch.setattr(spec_utils, "SIMULATE_ACC_LEN", 4.0)
+    assert worker.declines(served, batch()) == "SGLANG_SIMULATE_ACC_LEN is set"
+
+
+def test_what_the_scheduler_gets(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: events.append("tables read")))
+    tokens = torch.arange(8)
+    result = StepResult(tokens, torch.tensor([3], dtype=torch.int32), tokens[2:3], torch.tensor([43]))
+
+    def full(row: Any, length: Any, anchor: Any, tables_read: Any) -> StepResult:
+        assert (row.tolist(), length.tolist(), anchor.tolist()) == ([2], [40], [7])
+        tables_read()
+        events.append("step")
+        return result
+
+    published: list[Any] = []
+    out = worker.run(full, served, batch(), published.append)  # type: ignore[arg-type]
+    assert events == ["tables read", "step"]
+    assert served.target_worker.model_runner.shared_read_done_event != "before"
+    assert published == [result.length]
+    assert out.next_token_ids is tokens
+    assert out.accept_lens is result.committed
+    assert (out.can_run_cuda_graph, out.speculative_num_draft_tokens) == (True, 8)
+    assert out.new_seq_lens is result.length
+    assert out.next_draft_input.bonus_tokens.tolist() == [2]
+    assert out.next_draft_input.new_seq_lens is result.length
+    assert out.logits_output.hidden_states is None
+
+
+def test_the_class_is_wrapped_and_steps_are_counted(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+
+    stock: list[Any] = []
+    monkeypatch.setattr(DFlashWorkerV2, "init_cuda_graphs", lambda self: stock.append("graphs"))
+    monkeypatch.setattr(
+        DFlashWorkerV2, "forward_batch_generation", lambda self, batch, on_publish=None, *a, **k: stock.append(batch)
+    )
+    monkeypatch.setattr(worker, "build_step", lambda built, made: "a step")
+    monkeypatch.setattr(worker, "run", lambda *arguments: arguments)
+    counts = Coverage()
+    worker.install(SimpleNamespace(coverage=counts))  # type: ignore[arg-type]
+    first = batch()
+    served.forward_batch_generation(first)
+    assert stock == [first]  # nothing is built yet
+    served.init_cuda_graphs()
+    assert stock[1:] == ["graphs"]
+    mine, prompt, grammar = batch(), batch("EXTEND"), batch(has_grammar=True)
+    assert served.forward_batch_generation(mine, on_publish="publish") == ("a step", served, mine, "publish")
+    served.forward_batch_generation(prompt, on_publish=None)
+    served.forward_batch_generation(grammar)
+    assert stock[2:] == [prompt, grammar]
+    assert counts.kernels == {"whole steps": 1}
+    assert counts.sglang.total() == 1
+    for target in (hooks.GRAPHS, hooks.STEP):
+        hooks.unwrap(target)
+
+
+def test_the_bundled_draft(plugins: None) -> None:
+    """SGLang's draft configuration and module names, as ours."""
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    from sgl_muse_mega.checkpoint import tiny
+    from sgl_muse_mega.config import load_draft_config
+
+    ours = load_draft_config(tiny.draft_directory())
+    served_config = get_config(str(tiny.draft_directory()), trust_remote_code=False)
+    assert draft_config(served_config, layers_to_capture=ours.target_layer_ids) == ours
+    served_config.dflash_config["conv_kernel_size"] = 3
+    with pytest.raises(UserError, match="conv_kernel_size is 3"):
+        draft_config(served_config, layers_to_capture=ours.target_layer_ids)
+
+
+def test_draft_weights_by_name(runner: Any, tmp_path: Path) -> None:
+    """The weights of SGLang's own draft model, loaded by its own loader, are the checkpoint's."""
+    import models
+    import sglang_draft
+
+    expected = models.draft_weights(3)
+    save_draft(tmp_path / "draft", models.DRAFT, expected)
+    made = draft_weights(sglang_draft.load(tmp_path / "draft", runner.model))
+    for name in ("fc", "hidden_norm", "norm", "predecessor_codebook", "successor_codebook", "hidden_projection"):
+        assert torch.equal(getattr(made, name), getattr(expected, name)), name
+    for ours, theirs in zip(made.layers, expected.layers, strict=True):
+        for name in theirs.__slots__:
+            mine, wanted = getattr(ours, name), getattr(theirs, name)
+            pairs = [(mine, wanted)]
+            if name.endswith("conv"):
+                pairs = [(getattr(mine, part), getattr(wanted, part)) for part in wanted.__slots__]
+            assert all(torch.equal(a, b) for a, b in pairs), name
