@@ -98,6 +98,7 @@ DEVICE uint32_t activation_tag(uint32_t epoch) { return 2u * epoch + 1u; }
 DEVICE const uint32_t* activation_flags(const Params& p, int index) { return p.flags + index * Shape<GateUp>::BLOCKS; }
 
 DEVICE void wait_activations(const Params& p, int index, uint32_t epoch) {
+    if constexpr (cfg::SEPARATE) return;
     const uint32_t* flags = activation_flags(p, index);
     for (int block = lane_index(); block < Shape<GateUp>::BLOCKS; block += WARP) {
         spin_until(p, static_cast<uint32_t>(protocol::Site::EXPERT_ACTIVATION), activation_tag(epoch),

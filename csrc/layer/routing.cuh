@@ -120,7 +120,7 @@ DEVICE void route_rows(const Params& p, uint32_t epoch) {
             route_row(p, row);
         }
         warp_sync();
-        if (lane_index() == 0) add_release(counter_address(p, protocol::Counter::ROUTED), 1u);
+        if (!cfg::SEPARATE && lane_index() == 0) add_release(counter_address(p, protocol::Counter::ROUTED), 1u);
     }
 }
 

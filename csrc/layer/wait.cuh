@@ -58,8 +58,9 @@ DEVICE uint32_t* counter_address(const Params& p, protocol::Counter counter) {
 }
 
 // One thread: waits until every arrival of this launch at `counter` has happened; what the arriving threads (and
-// those they synchronised with) wrote is then visible to this thread.
+// those they synchronised with) wrote is then visible to this thread. With phases as separate kernels those have ended.
 DEVICE void wait_counter(const Params& p, protocol::Counter counter, uint32_t epoch) {
+    if constexpr (cfg::SEPARATE) return;
     const uint32_t expected = (epoch + 1u) * protocol::arrivals(counter);
     const uint32_t* address = counter_address(p, counter);
     spin_until(p, static_cast<uint32_t>(counter), expected, [&](uint32_t& seen) {
@@ -84,6 +85,7 @@ DEVICE void wait_counter_math(const Params& p, protocol::Counter counter, uint32
 
 // All math warps: what they wrote before is published with one arrival.
 DEVICE void arrive_math(const Params& p, protocol::Counter counter) {
+    if constexpr (cfg::SEPARATE) return;
     math_barrier();
     if (thread_index() == 0) add_release(counter_address(p, counter), 1u);
 }

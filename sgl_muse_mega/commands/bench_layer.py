@@ -17,7 +17,7 @@ from sgl_muse_mega.commands.roof import ROOF_GB_S
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.results import Figure
 
-BASE = "this"
+BASE, CONTROL = "this", "control"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class Options:
     check: bool
     dry_run: bool
     save: bool
+    control: bool = False
     trace: Path | None = None
     picture: Path | None = None
 
@@ -66,7 +67,8 @@ def run(options: Options) -> int:
     if options.save:
         results.check_writable()
     console = Console(soft_wrap=True)
-    specs = [ArmSpec(BASE), *map(ArmSpec.parse, options.variants)]
+    specs = [ArmSpec(BASE), *([ArmSpec(CONTROL, tuning={"separate_phases": True})] if options.control else [])]
+    specs += map(ArmSpec.parse, options.variants)
     with Session(specs, options.workload()) as session:
         machine = next(iter(session.descriptions.values()))
         console.print(headline(options, machine))
@@ -208,4 +210,7 @@ def figures(options: Options, cases: list[Case]) -> dict[str, Figure]:
     for rows in {1, 4, 8, 16} & own.keys():
         found[f"layer.t{rows}.us"] = Figure.of(own[rows].us, "us")
         found[f"layer.t{rows}.fraction"] = of_roof(own[rows])
+    for control in cases:
+        if control.arm == CONTROL and control.rows == 8:
+            found["layer.t8.ratio_pdl_control"] = Figure.of(own[8].ratios_to(control), "ratio")
     return found

@@ -156,6 +156,7 @@ def header(counters: Sequence[HandOff], constants: Mapping[str, Mapping[str, int
 
 namespace cfg {{
 {chr(10).join(lines)}
+constexpr bool SEPARATE = false;
 }}  // namespace cfg
 
 struct Params {{

@@ -114,6 +114,7 @@ class Instance:
     splits_cap: int = 128
     head_dim: int = 64
     trace: bool = False
+    separate_phases: bool = False  # the control of `separate`: phases as kernels of their own
     defines: tuple[str, ...] = ()  # "NAME" or "NAME=VALUE": macros for a version of the kernels under test
 
     @classmethod
@@ -303,7 +304,9 @@ class Instance:
     @property
     def stages(self) -> int:
         fixed = self.barrier_bytes + self.table_bytes + self.route_bytes + self.reduce_bytes
-        return min(24, (HOPPER_SHARED_BYTES - fixed) // self.stage_bytes)
+        # A CTA of a separate phase shares its SM with one that has no ring; each takes 1 KiB on top of its own.
+        neighbour = fixed + 1024 if self.separate_phases else 0
+        return min(24, (HOPPER_SHARED_BYTES - fixed - neighbour) // self.stage_bytes)
 
     @property
     def shared_offsets(self) -> dict[str, int]:
@@ -355,7 +358,8 @@ class Instance:
         lines = [f"constexpr int {name} = {value};" for name, value in integers.items()]
         lines += [f"constexpr uint32_t {name} = {value};" for name, value in offsets.items()]
         lines += [f"constexpr float {name} = {value!r}f;" for name, value in floats.items()]
-        flags = {"NVFP4": self.nvfp4, "FP8_CACHE": self.fp8_cache, "TRACE": self.trace}
+        flags = {"NVFP4": self.nvfp4, "FP8_CACHE": self.fp8_cache, "TRACE": self.trace,
+                 "SEPARATE": self.separate_phases}  # fmt: skip
         lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
         macros = "".join("#define {} {}\n".format(*(define + "=1").split("=")[:2]) for define in self.defines)
         return (

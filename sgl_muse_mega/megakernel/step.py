@@ -1,6 +1,7 @@
 """One verify step: embedding, every layer, head, as launches of the kernels over fixed buffers."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +16,7 @@ from sgl_muse_mega.megakernel.instance import Instance
 from sgl_muse_mega.megakernel.machine import Machine, Module
 from sgl_muse_mega.megakernel.protocol import Params
 from sgl_muse_mega.megakernel.scratch import Activations, Control, StepInputs
+from sgl_muse_mega.megakernel.separate import SeparatePhases
 from sgl_muse_mega.megakernel.weights import KernelWeights, rope_table
 
 CACHE_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -26,8 +28,19 @@ class Variant:
 
     def __init__(self, instance: Instance, machine: Machine, progress: Progress, epoch: int) -> None:
         self.instance = instance
-        self.module: Module = machine.load(instance, progress)
+        self._phases: SeparatePhases | None = None
+        whole = instance
+        if instance.separate_phases:
+            self._phases = SeparatePhases(machine, instance, progress)
+            whole = replace(instance, separate_phases=False)
+        self.module: Module = machine.load(whole, progress)
         self.control = {name: Control.allocate(instance, machine.device, epoch) for name in protocol.KERNELS}
+
+    def launch_layer(self, params: Params) -> None:
+        if self._phases:
+            self._phases.launch(params)
+        else:
+            self.module.launch("layer_kernel", params)
 
 
 class Step:
@@ -153,7 +166,7 @@ class Step:
         if index + 1 < len(self.weights.layers):
             params.has_next = 1
             self._set_next(params, index + 1)
-        variant.module.launch("layer_kernel", params)
+        variant.launch_layer(params)
 
     def launch_head(self, rows: int) -> None:
         """Logits and greedy tokens of the stream."""

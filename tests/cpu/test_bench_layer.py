@@ -77,6 +77,8 @@ def test_figures_need_a_long_chain_at_the_context_of_the_table() -> None:
     assert found["layer.t8.us"].median == pytest.approx(140)
     bf16 = options(rows=(8,), layers=8, context=2048, dry_run=False, bf16_experts=True)
     assert set(bench_layer.figures(bf16, cases)) == {"layer.bf16.t8.fraction"}
+    beside = bench_layer.figures(full, [*cases, case(bench_layer.CONTROL, 8, 210.0)])
+    assert beside["layer.t8.ratio_pdl_control"].median == pytest.approx(1.5)
     for changes in ({"layers": 7}, {"context": 1024}, {"dry_run": True}):
         changed = options(**{"rows": (1, 8), "layers": 8, "context": 2048, "dry_run": False} | changes)
         assert bench_layer.figures(changed, cases) == {}
