@@ -77,6 +77,7 @@ struct Params {
     float* out;           // [experts, PARTS, 8 NT, 64 n_tiles]
     int experts, stored;  // expert e has the weights of e % stored: few enough of them and they stay in L2
     int n_tiles, k_steps;
+    int rows;  // that are written; the product always has 8 NT columns
 };
 
 constexpr int TOKEN_STEPS = 16;
@@ -175,8 +176,10 @@ DEVICE void write_out(const Params& p, int task, const float (&acc)[4][NT][4]) {
         for (int column = 0; column < NT; ++column) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                out[static_cast<int64_t>(column * 8 + 2 * t + j % 2) * n + i * 16 + j / 2 * 8] =
-                    acc[i][column][j] * decode::UNSCALE;
+                const int row = column * 8 + 2 * t + j % 2;
+                if (row < p.rows) {
+                    out[static_cast<int64_t>(row) * n + i * 16 + j / 2 * 8] = acc[i][column][j] * decode::UNSCALE;
+                }
             }
         }
     }
@@ -381,16 +384,18 @@ int decode_loop_variant(int index, int* integers, char* order, char* shape) {
     return 0;
 }
 
+// Writes the first `rows` rows of the variant's.
 int decode_loop_run(int index, int resident, const void* words, const void* scales, const void* tokens, void* out,
-                    int experts, int stored, int n_tiles, int k_steps, int ctas, void* stream) {
+                    int experts, int stored, int n_tiles, int k_steps, int rows, int ctas, void* stream) {
     const Variant* v = find(index);
-    if (v == nullptr) return -1;
+    if (v == nullptr || rows > v->rows) return -1;
     const auto kernel = resident ? v->resident : v->ring;
     cudaError_t status = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                               cudaFuncAttributeMaxDynamicSharedMemorySize, v->shared);
     if (status != cudaSuccess) return status;
     const Params p{static_cast<const char*>(words), static_cast<const char*>(scales),
-                   static_cast<const uint4*>(tokens), static_cast<float*>(out), experts, stored, n_tiles, k_steps};
+                   static_cast<const uint4*>(tokens), static_cast<float*>(out), experts, stored, n_tiles, k_steps,
+                   rows};
     kernel<<<ctas, (v->warps + 1) * WARP, v->shared, static_cast<cudaStream_t>(stream)>>>(p);
     return cudaGetLastError();
 }

@@ -34,6 +34,7 @@ TILES_N, STEPS_K = 96, 256  # 6144 outputs, 4096 inputs: whole tasks for blocks 
 EXPERTS = 330  # a multiple of 132 tasks for each of those blocks
 TOKEN_PERIOD = 256  # inputs after which the token rows repeat
 SOURCES = ("shared", "l2", "hbm")
+ROWS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,17 @@ class Variant:
 
     @property
     def name(self) -> str:
+        return self.name_at(self.rows)
+
+    def name_at(self, rows: int) -> str:
+        """With fewer rows than the variant's product has columns."""
         engine = " wgmma" if self.group else ""
-        return f"{self.order}{engine} {self.shape}{'' if self.prefetch else ' no prefetch'} rows {self.rows}"
+        return f"{self.order}{engine} {self.shape}{'' if self.prefetch else ' no prefetch'} rows {rows}"
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """Numbers of rows that this variant would serve."""
+        return tuple(rows for rows in ROWS if (rows > 8) == (self.rows > 8))
 
 
 class Library:
@@ -82,8 +92,11 @@ class Library:
             )  # fmt: skip
 
     def run(self, variant: Variant, weights: "Weights", tokens: Tensor, out: Tensor, *, experts: int,
-            resident: bool = False, ctas: int = 132) -> None:  # fmt: skip
-        """out f32 [experts, parts, rows, N] = tokens (b operands) times the weights of expert % stored."""
+            resident: bool = False, rows: int | None = None, ctas: int = 132) -> None:  # fmt: skip
+        """out f32 [experts, parts, variant's rows, N] = tokens (b operands) times the weights of expert % stored.
+
+        rows: how many are written, the first of the variant's.
+        """
         words = weights.field if variant.order.startswith("field") else weights.marlin
         stored, k_steps, two_n = words.shape
         assert tokens.shape[1] * 8 == variant.rows
@@ -92,7 +105,8 @@ class Library:
         _check(
             self._library.decode_loop_run(
                 variant.index, int(resident), *map(_pointer, (words, weights.scales, tokens, out)), experts, stored,
-                two_n // 128, k_steps, ctas, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+                two_n // 128, k_steps, variant.rows if rows is None else rows, ctas,
+                ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
             )
         )  # fmt: skip
 
@@ -217,6 +231,11 @@ def check_sums(library: Library, variants: list[Variant]) -> tuple[dict[str, flo
             first = same.setdefault(order_of_sums, got[:, :8].clone())
             if not torch.equal(first, got[:, :8]):
                 failures.append(f"{variant.name}, {ctas} CTAs: bits differ at the same order of sums")
+        for count in variant.row_counts:
+            part = torch.full_like(out, torch.nan)
+            library.run(variant, weights, b_operands, part, experts=experts, rows=count)
+            if not torch.equal(part[:, :, :count], out[:, :, :count]) or not bool(part[:, :, count:].isnan().all()):
+                failures.append(f"{variant.name_at(count)}: not the first rows of {variant.rows}")
     return errors, failures
 
 
@@ -244,20 +263,21 @@ def time_variants(library: Library, rounds: int) -> dict[str, dict[str, list[flo
     tokens = {(r, g): operands(rows[:r], g) for r in (8, 16) for g in (False, True)}
     out = torch.empty(EXPERTS * 2 * 16 * n, device="cuda")
     packed = EXPERTS * k_steps * TILES_N * 576
-    result: dict[str, dict[str, list[float]]] = {v.name: {s: [] for s in SOURCES} for v in library.variants}
+    cases = [(v, count) for v in library.variants for count in v.row_counts]
+    result: dict[str, dict[str, list[float]]] = {v.name_at(count): {s: [] for s in SOURCES} for v, count in cases}
     for source in SOURCES:
         for turn in range(rounds + 2):
-            for v in library.variants:
+            for v, count in cases:
                 if v.order == "none" and source == "shared":
                     continue
                 ms = timed(
-                    lambda v=v, source=source: library.run(
+                    lambda v=v, count=count, source=source: library.run(
                         v, few if source == "l2" else weights, tokens[v.rows, v.group], out, experts=EXPERTS,
-                        resident=source == "shared",
+                        resident=source == "shared", rows=count,
                     )
                 )  # fmt: skip
                 if turn >= 2:
-                    result[v.name][source].append(packed / ms * 1e-6)
+                    result[v.name_at(count)][source].append(packed / ms * 1e-6)
     target = torch.empty_like(words)
     result["reorder to a copy"] = {
         "hbm": [2 * words.numel() * 4 / timed(lambda: library.reorder(words, target, back=True)) * 1e-6
@@ -268,14 +288,14 @@ def time_variants(library: Library, rounds: int) -> dict[str, dict[str, list[flo
 
 def print_table(library: Library, speed: dict[str, dict[str, list[float]]]) -> None:
     print(f"{'variant':<38}{'regs':>5}" + "".join(f"{s:>16}" for s in SOURCES) + "   GB/s median (min-max)")
-    for v in [*library.variants, None]:
-        name = v.name if v else "reorder to a copy"
+    registers = {v.name_at(count): v.registers for v in library.variants for count in v.row_counts}
+    for name in speed:
         cells = []
         for source in SOURCES:
             values = speed[name].get(source) or []
             text = f"{statistics.median(values):.0f} ({min(values):.0f}-{max(values):.0f})" if values else "-"
             cells.append(f"{text:>17}")
-        print(f"{name:<38}{v.registers if v else '':>4}" + "".join(cells))
+        print(f"{name:<38}{registers.get(name, ''):>4}" + "".join(cells))
 
 
 def smi(query: str) -> str:
