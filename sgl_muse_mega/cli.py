@@ -136,6 +136,9 @@ def bench_layer(
     control: Annotated[
         bool, typer.Option("--control", help="Another arm: the same phases as separate kernels with PDL.")
     ] = False,
+    stock: Annotated[
+        Path | None, typer.Option("--stock", help="What benchmark/stock_layer.py wrote, to stand beside.")
+    ] = None,
     turns: Annotated[int, typer.Option("--turns", help="Turns of each arm.")] = 6,
     repeats: Annotated[int, typer.Option("--repeats", help="Timed replays of the chain a turn.")] = 8,
     draws: Annotated[int, typer.Option("--draws", help="Different rows, and so routings, taken in turn.")] = 4,
@@ -155,7 +158,7 @@ def bench_layer(
 
     options = command.Options(
         command.numbers(rows), layers, context, bf16_experts, kv_cache_dtype, tuple(variant or ()), turns, repeats,
-        draws, seed, check, dry_run, save, control, trace, picture,
+        draws, seed, check, dry_run, save, control, stock, trace, picture,
     )  # fmt: skip
     raise typer.Exit(command.run(options))
 

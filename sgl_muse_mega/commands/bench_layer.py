@@ -1,6 +1,8 @@
 """`sgl-muse-mega bench layer`: layers of one rank of four at full size against the memory roof, arms in turn."""
 
+import json
 import statistics
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ class Options:
     dry_run: bool
     save: bool
     control: bool = False
+    stock: Path | None = None  # what benchmark/stock_layer.py wrote
     trace: Path | None = None
     picture: Path | None = None
 
@@ -66,6 +69,7 @@ def run(options: Options) -> int:
     can run."""
     if options.save:
         results.check_writable()
+    rival = read_stock(options.stock) if options.stock else {}
     console = Console(soft_wrap=True)
     specs = [ArmSpec(BASE), *([ArmSpec(CONTROL, tuning={"separate_phases": True})] if options.control else [])]
     specs += map(ArmSpec.parse, options.variants)
@@ -77,7 +81,7 @@ def run(options: Options) -> int:
         after = session.ask_all_rows("bits", options.rows) if options.check else {}
         failures = dict(session.failures)
     wrong = verdicts(console, options, before, after)
-    for part in (table(cases), ratios(cases)):
+    for part in (table(cases, rival), ratios(cases)):
         if part:
             console.print(part)
     phases: list[list[dict[str, Any]]] = []
@@ -174,14 +178,29 @@ def verdicts(console: Console, options: Options, before: dict[str, Any], after: 
     return any_wrong
 
 
-def table(cases: list[Case]) -> Table:
-    shown = Table("rows", "arm", "us/layer (min..max)", "MB", "experts", "GB/s", "of roof", box=box.SIMPLE)
+def read_stock(path: Path) -> dict[int, float]:
+    """Median us of stock SGLang's layer by rows. Raises UserError when the file is not stock_layer.py's."""
+    try:
+        ratios = json.loads(path.read_text())["ratios"]
+        return {int(r["rows"]): statistics.median(r["stock_us"]) for r in ratios}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} is not what benchmark/stock_layer.py writes ({error!r}); give its --json file."
+        ) from None
+
+
+def table(cases: list[Case], stock_us: Mapping[int, float]) -> Table:
+    """stock_us: of stock's layer by rows, from another run; may be empty."""
+    beside = ("stock us", "stock / ours") if stock_us else ()
+    shown = Table("rows", "arm", "us/layer (min..max)", "MB", "experts", "GB/s", "of roof", *beside, box=box.SIMPLE)
     for case in cases:
         us = case.us
+        rival = stock_us.get(case.rows)
+        cells = (f"{rival:.1f}", f"{rival / statistics.median(us):.2f}") if rival else ()
         shown.add_row(
             str(case.rows), case.arm, f"{statistics.median(us):.1f} ({min(us):.1f}..{max(us):.1f})",
             f"{case.megabytes:.0f}", f"{case.mean_experts:.1f}", f"{statistics.median(case.speeds):.0f}",
-            f"{statistics.median(case.fractions):.3f}",
+            f"{statistics.median(case.fractions):.3f}", *cells,
         )  # fmt: skip
     return shown
 

@@ -69,6 +69,20 @@ def test_ratios_are_above_one_where_an_arm_is_faster() -> None:
     assert case("b", 8, 80.0).ratios_to(case("a", 8, 100.0)) == pytest.approx([1.25])
 
 
+def test_stock_stands_beside(tmp_path: Path) -> None:
+    file = tmp_path / "stock.json"
+    file.write_text(json.dumps({"ratios": [{"rows": 8, "stock_us": [280.0, 300.0, 290.0]}]}))
+    stock = bench_layer.read_stock(file)
+    assert stock == {8: 290.0}
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(bench_layer.table([case("this", 8, 145.0)], stock))
+    assert capture.get().split()[-2:] == ["290.0", "2.00"]
+    file.write_text("[]")
+    with pytest.raises(UserError, match=r"stock_layer\.py"):
+        bench_layer.read_stock(file)
+
+
 def test_figures_need_a_long_chain_at_the_context_of_the_table() -> None:
     full = options(rows=(1, 8), layers=8, context=2048, dry_run=False)
     cases = [case("this", 1, 60.0), case("this", 8, 140.0), case("other", 8, 1.0)]
