@@ -1,0 +1,168 @@
+"""The bundled pair under SGLang with and without the plugin: texts, accept lengths, and what else a request may ask.
+
+A text differs only where it may: at the first token in which two servers differ, the two candidates must be a near tie,
+that is, at most NEAR_TIE nats apart in stock SGLang's own log-probabilities at that place. The kernels keep q in bf16
+and round less often than SGLang's, so ties fall differently; the bound was set before any run.
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from serve_arms import Arm
+
+from sgl_muse_mega.checkpoint import tiny
+from sgl_muse_mega.commands.problems import Problem, final_number, read_problems
+from sgl_muse_mega.commands.text import Text
+from sgl_muse_mega.config import load_target_config
+
+NEAR_TIE = 0.25  # nats
+NEW_TOKENS = 160
+CONTEXT = 512
+GREEDY = {"temperature": 0.0}
+
+
+@dataclass
+class Outcome:
+    """One comparison of a server with another."""
+
+    case: str
+    arm: str
+    texts: int
+    equal: int
+    gaps: list[float | None] = field(default_factory=list)  # nats, of each text that differs; None: not measured
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Texts differ at near ties only; where logits are changed, in at most one of ten."""
+        measured = [gap for gap in self.gaps if gap is not None]
+        others = len(self.gaps) - len(measured)
+        return all(gap <= NEAR_TIE for gap in measured) and others <= self.texts / 10 and not self.note.startswith("!")
+
+    def line(self) -> str:
+        gaps = ", ".join("-" if gap is None else f"{gap:.3f}" for gap in self.gaps[:6])
+        equal = f"{self.equal:>4} of {self.texts} equal"
+        return f"{'ok  ' if self.passed else 'FAIL'} {self.case:<24}{self.arm:<10}{equal}  {gaps} {self.note}"
+
+
+class Texts:
+    """Questions, and what the servers made of them."""
+
+    def __init__(self, problems: int) -> None:
+        self.problems: list[Problem] = read_problems(tiny.problems_path(), problems)
+        self.text = Text(tiny.target_directory())
+        self.prompts = [self.text.encode(problem.question, raw=False) for problem in self.problems]
+        self.stops = list(load_target_config(tiny.target_directory()).eos_token_ids)
+
+    def sampling(self, **changes: Any) -> dict[str, Any]:
+        return GREEDY | {"max_new_tokens": NEW_TOKENS, "stop_token_ids": self.stops} | changes
+
+    def answer_all(self, arm: Arm) -> list[dict[str, Any]]:
+        """Every question alone, greedy; each server has seen every prompt once before, so prefixes are cached alike."""
+        every = [self.sampling()] * len(self.prompts)
+        found: list[dict[str, Any]] = arm.ask("generate", prompts=self.prompts, sampling=every)
+        return found
+
+    def exact(self, outputs: list[dict[str, Any]]) -> float:
+        """Fraction of questions with the right number."""
+        pairs = zip(self.problems, outputs, strict=True)
+        return statistics.mean(final_number(self.text.decode(o["ids"])) == p.expected for p, o in pairs)
+
+    def cases(self, reference: list[dict[str, Any]]) -> list[tuple[str, list[list[int]], list[dict[str, Any]], bool]]:
+        """(name, prompts, sampling, whether logits stay as they are): the field reports' cases that need no clock."""
+        prompts = self.prompts[:12]
+        fourth = [o["ids"][4] for o in reference[:12]]
+        some = self.prompts[0] * 20
+        lengths = [*range(1, 12), *range(55, 75), *range(120, 136)]
+        near_end = [some[:n] for n in (CONTEXT - 40, CONTEXT - 17, CONTEXT - 16, CONTEXT - 9, CONTEXT - 2)]
+
+        def each(count: int, **changes: Any) -> list[dict[str, Any]]:
+            return [self.sampling(**changes) for _ in range(count)]
+
+        return [
+            ("T03 stop inside a run", prompts, [self.sampling(stop_token_ids=[t, *self.stops]) for t in fourth], True),
+            ("T03 five tokens", prompts, each(12, max_new_tokens=5), True),
+            ("T03 ignore_eos", prompts, each(12, max_new_tokens=90, ignore_eos=True), True),
+            ("T04 top_k 1", prompts, each(12, temperature=1.0, top_k=1), True),
+            ("T04 bias -100", prompts, [self.sampling(logit_bias={str(t): -100.0}) for t in fourth], False),
+            ("T04 penalties", prompts, each(12, frequency_penalty=0.4, presence_penalty=0.2), False),
+            ("T09 long prompt, twice", [some[:400]] * 2, each(2, max_new_tokens=24), True),
+            ("T10 prompt lengths", [some[:n] for n in lengths], each(len(lengths), max_new_tokens=12), True),
+            ("T11 end of the context", near_end, each(len(near_end), max_new_tokens=16, ignore_eos=True), True),
+        ]
+
+
+def compare(
+    case: str, stock: Arm, arm: Arm, prompts: list[list[int]], theirs: list[Any], ours: list[Any], plain: bool = True
+) -> Outcome:
+    """Where the ids differ, asks stock SGLang how near the two candidates are. plain: logits are not changed."""
+    outcome = Outcome(case, arm.name, len(prompts), 0)
+    for prompt, left, right in zip(prompts, theirs, ours, strict=True):
+        if left["ids"] == right["ids"] and left["finish_reason"] == right["finish_reason"]:
+            outcome.equal += 1
+            continue
+        shared = next(
+            (i for i, pair in enumerate(zip(left["ids"], right["ids"], strict=False)) if pair[0] != pair[1]), None
+        )
+        if shared is None:
+            outcome.note = f"! one text ends earlier: {left['finish_reason']} and {right['finish_reason']}"
+            outcome.gaps.append(None)
+        else:
+            candidates = left["ids"][shared], right["ids"][shared]
+            outcome.gaps.append(_gap(stock, prompt + left["ids"][:shared], candidates) if plain else None)
+    return outcome
+
+
+def _gap(stock: Arm, context: list[int], candidates: tuple[int, int]) -> float:
+    """Nats between two candidates for the next token."""
+    sampling = [GREEDY | {"max_new_tokens": 1, "ignore_eos": True}]
+    (output,) = stock.ask("generate", prompts=[context], sampling=sampling, top_logprobs=20)
+    scores = {token: value for value, token in output["top"][0]}
+    lowest = min(scores.values())
+    first, second = (scores.get(token, lowest) for token in candidates)
+    return abs(first - second) if candidates[1] in scores else float("inf")
+
+
+def accept_length(outputs: list[dict[str, Any]]) -> float:
+    """Tokens per verify step, pooled."""
+    verified = sum(o.get("spec_verify_ct") or 0 for o in outputs)
+    return sum(o["completion_tokens"] for o in outputs) / verified if verified else float("nan")
+
+
+def run(texts: Texts, stock: Arm, others: list[Arm], say: Callable[[str], None]) -> dict[str, Any]:
+    """All comparisons of `others` with `stock`, which speculate alike."""
+    outcomes: list[Outcome] = []
+    first = {arm.name: texts.answer_all(arm) for arm in (stock, *others)}
+    record: dict[str, Any] = {"accept_length": {}, "exact": {}}
+    for arm in (stock, *others):
+        record["accept_length"][arm.name] = accept_length(first[arm.name])
+        record["exact"][arm.name] = texts.exact(first[arm.name])
+    again = texts.answer_all(stock)
+    outcomes.append(compare("texts", stock, stock, texts.prompts, first[stock.name], again))
+    for arm in others:
+        outcomes.append(compare("texts", stock, arm, texts.prompts, first[stock.name], first[arm.name]))
+    for name, prompts, sampling, plain in texts.cases(first[stock.name]):
+        theirs = stock.ask("generate", prompts=prompts, sampling=sampling)
+        for arm in others:
+            ours = arm.ask("generate", prompts=prompts, sampling=sampling)
+            outcome = compare(name, stock, arm, prompts, theirs, ours, plain)
+            if name.startswith("T09"):
+                cached = [(a["cached_tokens"], b["cached_tokens"]) for a, b in zip(theirs, ours, strict=True)]
+                outcome.note = outcome.note or f"cached tokens (stock, ours): {cached}"
+            if name.startswith("T04 bias"):
+                banned = [int(next(iter(s["logit_bias"]))) for s in sampling]
+                if any(token in o["ids"] for token, o in zip(banned, ours, strict=True)):
+                    outcome.note = "! a banned token appears"
+            outcomes.append(outcome)
+    many = texts.prompts[:24]
+    for arm in others:
+        together = arm.ask("generate", prompts=many, sampling=[texts.sampling()] * len(many), together=True)
+        outcomes.append(compare("T13 four at once", stock, arm, many, first[stock.name][: len(many)], together))
+        scored = arm.ask("generate", prompts=many, sampling=[texts.sampling()] * len(many), top_logprobs=2)
+        outcomes.append(compare("log-probabilities", stock, arm, many, first[stock.name][: len(many)], scored))
+    for outcome in outcomes:
+        say(outcome.line())
+    record["outcomes"] = [vars(outcome) | {"passed": outcome.passed} for outcome in outcomes]
+    return record
