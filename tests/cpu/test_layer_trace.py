@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,10 @@ from hypothesis import strategies as st
 
 from sgl_muse_mega.commands.layer import picture, timeline, trace_events
 from sgl_muse_mega.megakernel import protocol
+from sgl_muse_mega.megakernel.build import source_directory
+from sgl_muse_mega.megakernel.instance import Instance
+from sgl_muse_mega.megakernel.random_step import tiny_config
+from sgl_muse_mega.toolchain import find_nvcc
 
 Log = list[tuple[int, str, int]]
 MATH_WARPS = 2
@@ -119,3 +125,29 @@ def test_picture_is_drawn(tmp_path: Path) -> None:
     (launch,) = timeline.read(words(logs(0)), MATH_WARPS)
     picture.draw(tmp_path / "out.png", launch, "title")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(find_nvcc().path is None, reason="needs nvcc")
+def test_marks_cost_nothing_without_a_trace(tmp_path: Path) -> None:
+    """The same PTX as from sources whose marks are empty."""
+    instance = Instance.for_config(tiny_config(2), nvfp4=True, fp8_cache=True, row_cap=8, sms=132)
+    (tmp_path / "instance.h").write_text(instance.header())
+    shutil.copytree(source_directory(), tmp_path / "csrc")
+    trace = tmp_path / "csrc" / "layer" / "trace.cuh"
+    found = [ptx(tmp_path)]
+    trace.write_text(
+        '#pragma once\n#include "instance.h"\n#include "instr/clock.cuh"\n#include "instr/memory.cuh"\n'
+        "using protocol::Point;\n"
+        "DEVICE void mark(const Params&, Point, uint32_t = 0) {}\nDEVICE void begin_trace() {}\n"
+    )
+    found.append(ptx(tmp_path))
+    assert found[0] == found[1]
+    assert "layer_kernel" in found[0]
+
+
+def ptx(folder: Path) -> str:
+    """Code of step.cu without comments."""
+    command = [str(find_nvcc().path), "-std=c++17", "-O3", "-arch=compute_90a", "-ptx", f"-I{folder}"]
+    command += [f"-I{folder / 'csrc'}", str(folder / "csrc" / "step.cu"), "-o", str(folder / "out.ptx")]
+    subprocess.run(command, check=True, capture_output=True)
+    return "\n".join(line for line in (folder / "out.ptx").read_text().splitlines() if not line.startswith("//"))
