@@ -3,6 +3,7 @@
 import json
 import statistics
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -73,27 +74,32 @@ def run(options: Options) -> int:
     console = Console(soft_wrap=True)
     specs = [ArmSpec(BASE), *([ArmSpec(CONTROL, tuning={"separate_phases": True})] if options.control else [])]
     specs += map(ArmSpec.parse, options.variants)
-    with Session(specs, options.workload()) as session:
-        machine = next(iter(session.descriptions.values()))
+    phases: list[list[dict[str, Any]]] = []
+    with ExitStack() as stack:
+        session = stack.enter_context(Session(specs, options.workload()))
+        tracer: Session | None = None
+        if options.trace or options.picture:  # gets ready while the others do
+            tracer = stack.enter_context(traced.session(specs[0], options.workload(), traced_rows(options)))
+        described = session.descriptions
+        machine = next(iter(described.values()))
         console.print(headline(options, machine))
         before = check(session, options) if options.check else {}
         cases = measure(session, options)
         after = session.ask_all_rows("bits", options.rows) if options.check else {}
         failures = dict(session.failures)
-    wrong = verdicts(console, options, before, after)
-    for part in (table(cases, rival), ratios(cases)):
-        if part:
-            console.print(part)
-    phases: list[list[dict[str, Any]]] = []
-    if options.trace or options.picture:
-        shown, logged = traced.run(specs[0], options.workload(), traced_rows(options), options.trace, options.picture)
-        phases = [[asdict(phase) for phase in layer] for layer in logged]
-        console.print(shown)
+        wrong = verdicts(console, options, before, after)
+        for part in (table(cases, rival), ratios(cases)):
+            if part:
+                console.print(part)
+        if tracer:
+            shown, logged = traced.run(tracer, options.workload(), traced_rows(options), options.trace, options.picture)
+            phases = [[asdict(phase) for phase in layer] for layer in logged]
+            console.print(shown)
     for name, reason in failures.items():
         console.print(f"{name} failed: " + "\n".join(reason.splitlines()[:12]), style="red", markup=False)
     if options.save:
         asked = {f.name: plain(getattr(options, f.name)) for f in fields(options)}
-        content = {"options": asked, "roof_gb_s": ROOF_GB_S, "arms": session.descriptions, "checks": before,
+        content = {"options": asked, "roof_gb_s": ROOF_GB_S, "arms": described, "checks": before,
                    "failures": failures, "phases": phases, "cases": [case.content() for case in cases]}  # fmt: skip
         named = {} if wrong else figures(options, cases)
         print(results.save("layer", results.environment(machine["gpu"]), content, named))

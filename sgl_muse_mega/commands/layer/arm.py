@@ -11,8 +11,9 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from torch import Tensor
 from sgl_muse_mega.emulator.stepper import Emulator
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel import stage_check
+from sgl_muse_mega.megakernel.build import Progress, build, quiet
+from sgl_muse_mega.megakernel.compiled import Compiled
 from sgl_muse_mega.megakernel.cuda import CudaMachine
 from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.random_step import RandomStep, random_weights, spark_config, tiny_config
@@ -92,6 +95,24 @@ class Moment:
         return (other._seconds - self._seconds) * 1e6
 
 
+class Planner:
+    """Stands for a machine to learn which kernels it will be asked for, so that they are compiled side by side."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._instances: dict[tuple[str, str], Compiled] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._machine, name)
+
+    def load(self, instance: Compiled, progress: Progress = quiet) -> None:
+        self._instances[instance.source, instance.header()] = instance
+
+    def build(self) -> None:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(build, self._instances.values()))
+
+
 class Arm:
     """Full-size layers of one rank of four; one more than are measured, so that each has a next layer."""
 
@@ -112,10 +133,20 @@ class Arm:
         self.cases: dict[int, RandomStep] = {}
         self.tokens: dict[int, Tensor] = {}  # int64 [draws, row_cap]
         self.recorded: dict[tuple[int, int], Recorded] = {}
-        for cap in sorted({row_cap(rows) for rows in work.rows}):
-            case = RandomStep.create(
-                config, self.weights, self.machine, row_cap=cap, max_context=work.context, kv_dtype=work.kv, **extra
+
+        def create(machine: Machine, cap: int) -> RandomStep:
+            return RandomStep.create(
+                config, self.weights, machine, row_cap=cap, max_context=work.context, kv_dtype=work.kv, **extra
             )
+
+        caps = sorted({row_cap(rows) for rows in work.rows})
+        if not work.emulated:
+            planner = Planner(self.machine)
+            for cap in caps:
+                create(cast(Machine, planner), cap)
+            planner.build()
+        for cap in caps:
+            case = create(self.machine, cap)
             case.fill(work.context, work.seed)
             self.cases[cap] = case
             generator = torch.Generator().manual_seed(work.seed)

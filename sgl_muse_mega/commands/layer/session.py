@@ -111,7 +111,10 @@ class ArmProcess:
 
 
 class Session:
-    """Several arms on one GPU, started together; one works while the others wait. An arm that fails is dropped."""
+    """Several arms on one GPU, started together; one works while the others wait. An arm that fails is dropped.
+
+    Entering starts the processes; the first question waits until their kernels and weights are there.
+    """
 
     def __init__(self, specs: list[ArmSpec], workload: Mapping[str, Any]) -> None:
         """Raises UserError when two arms have one name."""
@@ -121,29 +124,31 @@ class Session:
         self.failures: dict[str, str] = {}
         self._specs, self._workload = specs, workload
         self._arms: dict[str, ArmProcess] = {}
+        self._descriptions: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> "Session":
-        try:
-            for spec in self._specs:
-                self._arms[spec.name] = ArmProcess(spec, self._workload)
-            self.descriptions = self.each(ArmProcess.ready)
-        except BaseException:
-            self._close()
-            raise
+        for spec in self._specs:
+            self._arms[spec.name] = ArmProcess(spec, self._workload)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self._close()
 
     @property
+    def descriptions(self) -> dict[str, dict[str, Any]]:
+        """Of every arm that could be built (`arm.Arm.describe`). Raises UserError when there is none."""
+        if not self._descriptions:
+            self._descriptions = self._each(ArmProcess.ready)
+        return self._descriptions
+
+    @property
     def names(self) -> list[str]:
         """The arms that are left, in order."""
         return list(self._arms)
 
-    def each(
+    def _each(
         self, action: Callable[[ArmProcess], dict[str, Any]], only: Container[str] | None = None
     ) -> dict[str, dict[str, Any]]:
-        """One answer per arm, one arm after the other. Raises UserError once the last arm has failed."""
         answers = {}
         for name, arm in list(self._arms.items()):
             if only is not None and name not in only:
@@ -159,8 +164,9 @@ class Session:
         return answers
 
     def ask(self, question: str, only: Container[str] | None = None, **arguments: Any) -> dict[str, dict[str, Any]]:
-        """The same question to every arm (of `only`)."""
-        return self.each(lambda arm: arm.ask(question, **arguments), only)
+        """The same question to every arm (of `only`), in turn. Raises UserError once the last has failed."""
+        _ = self.descriptions  # they are ready
+        return self._each(lambda arm: arm.ask(question, **arguments), only)
 
     def ask_all_rows(self, question: str, rows: Iterable[int]) -> dict[str, dict[str, dict[str, Any]]]:
         """The same question for each number of rows: answers by rows, then by arm."""

@@ -20,15 +20,19 @@ from sgl_muse_mega.errors import UserError
 _NEIGHBOURS = 2  # layers in the file
 
 
+def session(spec: ArmSpec, workload: Mapping[str, Any], rows: int) -> Session:
+    """A traced build of `spec`."""
+    return Session([replace(spec, tuning=spec.tuning | {"trace": True})], dict(workload) | {"rows": [rows]})
+
+
 def run(
-    spec: ArmSpec, workload: Mapping[str, Any], rows: int, trace: Path | None, drawing: Path | None
+    session: Session, workload: Mapping[str, Any], rows: int, trace: Path | None, drawing: Path | None
 ) -> tuple[Table, list[list[PhaseSummary]]]:
-    """Runs a traced build of `spec` and writes what is asked for. The table, and the phases of every layer.
+    """Runs the chain once and writes what is asked for. The table, and the phases of every layer.
 
     Raises UserError when the kernels cannot be traced or a file cannot be written.
     """
-    traced = replace(spec, tuning=spec.tuning | {"trace": True})
-    with tempfile.TemporaryDirectory() as folder, Session([traced], dict(workload) | {"rows": [rows]}) as session:
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "logs.npy"
         ((name, answer),) = session.ask("logs", rows=rows, path=str(path)).items()
         try:
