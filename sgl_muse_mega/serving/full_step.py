@@ -55,13 +55,14 @@ class FullStep:
         if self._decode.step.machine.device.type != "cuda":
             self._replays = list(parts)
             return
-        for part in parts:
-            part()  # allocations and lazy initialisation, outside the graph; slot 0 takes the rows
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                part()
-            self._replays.append(graph.replay)
+        with torch.inference_mode():  # as SGLang's forwards, which may have made some of the tensors
+            for part in parts:
+                part()  # allocations and lazy initialisation, outside the graph; slot 0 takes the rows
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    part()
+                self._replays.append(graph.replay)
 
     def __call__(
         self, row: Tensor, length: Tensor, anchor: Tensor, tables_read: Callable[[], None] = lambda: None

@@ -27,7 +27,11 @@ def install(built: TargetMegakernel) -> None:
 
     def graphs(original: Any, worker: Any) -> None:
         original(worker)
+        before = torch.cuda.memory_allocated()
         steps.append(build_step(built, worker))
+        torch.cuda.empty_cache()  # SGLang sizes the KV cache next, by what is free
+        used = (torch.cuda.memory_allocated() - before) / 2**20
+        logger.info("Muse megakernel: %.0f MiB for the whole step: the draft and the head in the kernels' order.", used)
         logger.info(
             "Muse megakernel: greedy steps of one request run whole (draft, verify, accept, cache) as one graph; with "
             "grammar, log-probabilities, penalties, bias, sampling or several requests SGLang's own step runs."

@@ -111,6 +111,7 @@ def test_the_class_is_wrapped_and_steps_are_counted(served: Any, monkeypatch: py
     )
     monkeypatch.setattr(worker, "build_step", lambda built, made: "a step")
     monkeypatch.setattr(worker, "run", lambda *arguments: arguments)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
     counts = Coverage()
     worker.install(SimpleNamespace(coverage=counts))  # type: ignore[arg-type]
     first = batch()

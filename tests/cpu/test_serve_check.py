@@ -1,0 +1,111 @@
+"""What the GPU check of the plugin concludes from texts, and the random weights it gives to servers."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))
+
+import serve_texts
+import serve_weights
+
+
+class Stock:
+    """Knows how likely every candidate is."""
+
+    name = "stock"
+
+    def __init__(self, scores: dict[int, float]) -> None:
+        self.scores, self.asked = scores, []
+
+    def ask(self, operation: str, **options: Any) -> Any:
+        assert operation == "generate"
+        self.asked.append(options["prompts"])
+        return [{"ids": [1], "top": [[[score, token] for token, score in self.scores.items()]]}]
+
+
+def output(*ids: int, finish: str = "stop") -> dict[str, Any]:
+    return {"ids": list(ids), "finish_reason": {"type": finish}, "completion_tokens": len(ids)}
+
+
+def compared(stock: Stock, ours: dict[str, Any], plain: bool = True) -> serve_texts.Outcome:
+    theirs, arm = output(4, 5, 6, 7), SimpleNamespace(name="plugin")
+    return serve_texts.compare("texts", stock, arm, [[9, 8]], [theirs], [ours], plain)  # type: ignore[arg-type]
+
+
+def test_equal_texts() -> None:
+    found = compared(Stock({}), output(4, 5, 6, 7))
+    assert (found.equal, found.gaps, found.passed) == (1, [], True)
+
+
+@pytest.mark.parametrize(("other", "passed"), [(-0.2, True), (-0.6, False)])
+def test_a_difference_must_be_a_near_tie(other: float, passed: bool) -> None:
+    stock = Stock({6: -0.1, 60: -0.1 + other})
+    found = compared(stock, output(4, 5, 60, 1))
+    assert stock.asked == [[[9, 8, 4, 5]]]
+    assert found.gaps == [pytest.approx(-other)]
+    assert found.passed is passed
+
+
+def test_a_token_that_stock_would_never_choose() -> None:
+    assert compared(Stock({6: -0.1}), output(4, 5, 60)).gaps == [float("inf")]
+
+
+def test_a_text_that_ends_elsewhere() -> None:
+    found = compared(Stock({}), output(4, 5, finish="length"))
+    assert "ends earlier" in found.note
+    assert not found.passed
+
+
+def test_changed_logits_may_tip_one_text_of_ten() -> None:
+    found = compared(Stock({}), output(4, 50), plain=False)
+    assert found.gaps == [None]
+    assert not found.passed
+    found.texts = 10
+    assert found.passed
+
+
+def test_accept_length_is_pooled() -> None:
+    outputs = [output(1, 2, 3) | {"spec_verify_ct": 1}, output(1) | {"spec_verify_ct": 3}]
+    assert serve_texts.accept_length(outputs) == 1.0
+
+
+def test_weights() -> None:
+    """Every kind of tensor of a served target, and that tensors differ."""
+    state = {
+        "model.language_model.norm.weight": torch.empty(64),
+        "model.language_model.embed_tokens.weight": torch.empty(200, 64),
+        "layers.0.input_layernorm.weight": torch.empty(64),
+        "layers.0.post_attention_residual_gate.gate": torch.empty(640),
+        "layers.0.mlp.gate.weight": torch.empty(160, 64),
+        "layers.0.mlp.gate.e_score_correction_bias": torch.empty(16),
+        "layers.0.mlp.experts.gate_up_proj": torch.zeros(4, 64, 32, dtype=torch.uint8),
+        "layers.0.mlp.experts.gate_up_proj_weight_scale": torch.zeros(4, 64, 4).to(torch.float8_e4m3fn),
+        "layers.0.mlp.experts.gate_up_proj_weight_scale_2": torch.empty(4, 2),
+        "layers.0.mlp.experts.gate_up_proj_input_scale": torch.empty(4, 2),
+        "layers.0.q.weight": torch.empty(128, 64),
+        "layers.1.q.weight": torch.empty(128, 64),
+        "counter": torch.ones(3, dtype=torch.int32),
+    }
+    serve_weights.fill(SimpleNamespace(state_dict=lambda: state))
+    assert not torch.equal(state["layers.0.q.weight"], state["layers.1.q.weight"])
+    for name, std in (("layers.0.q.weight", 0.125), ("layers.0.mlp.gate.weight", 0.125)):
+        assert state[name].std().item() == pytest.approx(std, rel=0.1)
+    assert state["model.language_model.embed_tokens.weight"].std().item() == pytest.approx(1, rel=0.1)
+    assert state["layers.0.post_attention_residual_gate.gate"].std().item() == pytest.approx(0.1, rel=0.2)
+    assert torch.equal(state["model.language_model.norm.weight"], torch.ones(64))
+    assert state["layers.0.input_layernorm.weight"].abs().max() < 0.3
+    assert not state["layers.0.mlp.gate.e_score_correction_bias"].any()
+    assert len(state["layers.0.mlp.experts.gate_up_proj"].unique()) > 200
+    scale = state["layers.0.mlp.experts.gate_up_proj_weight_scale"].float()
+    assert 0.5 <= scale.min() < scale.max() <= 2
+    assert torch.equal(state["counter"], torch.ones(3, dtype=torch.int32))
+    draft = {"layers.0.norm.weight": torch.empty(8), "layers.0.attention_conv.base_kernel": torch.empty(2, 2, 320)}
+    model = type("DFlash2DraftModel", (), {"state_dict": lambda _self: draft})()
+    serve_weights.fill(model)
+    assert torch.equal(draft["layers.0.norm.weight"], torch.ones(8))
+    assert draft["layers.0.attention_conv.base_kernel"].std().item() == pytest.approx(0.5, rel=0.2)
