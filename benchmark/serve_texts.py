@@ -86,6 +86,7 @@ class Texts:
             ("T03 five tokens", prompts, each(12, max_new_tokens=5), True),
             ("T03 ignore_eos", prompts, each(12, max_new_tokens=90, ignore_eos=True), True),
             ("T04 top_k 1", prompts, each(12, temperature=1.0, top_k=1), True),
+            ("T04 top_p 1e-4", prompts, each(12, temperature=1.0, top_p=1e-4), True),
             ("T04 bias -100", prompts, [self.sampling(logit_bias={str(t): -100.0}) for t in fourth], False),
             ("T04 penalties", prompts, each(12, frequency_penalty=0.4, presence_penalty=0.2), False),
             ("T09 long prompt, twice", [some[:400]] * 2, each(2, max_new_tokens=24), True),
@@ -125,6 +126,22 @@ def _gap(stock: Arm, context: list[int], candidates: tuple[int, int]) -> float:
     return abs(first - second) if candidates[1] in scores else float("inf")
 
 
+def sampled(
+    texts: Texts, stock: Arm, others: list[Arm], record: dict[str, Any], say: Callable[[str], None]
+) -> list[Outcome]:
+    """Texts at temperature 0.8: other tokens, but as many per verify step and as many right answers, within chance."""
+    every = [texts.sampling(temperature=0.8, top_p=0.95)] * len(texts.prompts)
+    found = {arm.name: arm.ask("generate", prompts=texts.prompts, sampling=every) for arm in (stock, *others)}
+    record["sampled"] = {name: (accept_length(out), texts.exact(out)) for name, out in found.items()}
+    say(f"temperature 0.8 (accept length, exact answers): {record['sampled']}")
+    outcomes, (length, exact) = [], record["sampled"][stock.name]
+    for arm in others:
+        ours = record["sampled"][arm.name]
+        near = abs(ours[0] / length - 1) < 0.1 and abs(ours[1] - exact) < 0.1
+        outcomes.append(Outcome("temperature 0.8", arm.name, 0, 0, note="" if near else "! not as stock's"))
+    return outcomes
+
+
 def accept_length(outputs: list[dict[str, Any]]) -> float:
     """Tokens per verify step, pooled."""
     verified = sum(o.get("spec_verify_ct") or 0 for o in outputs)
@@ -162,6 +179,7 @@ def run(texts: Texts, stock: Arm, others: list[Arm], say: Callable[[str], None])
         outcomes.append(compare("T13 four at once", stock, arm, many, first[stock.name][: len(many)], together))
         scored = arm.ask("generate", prompts=many, sampling=[texts.sampling()] * len(many), top_logprobs=2)
         outcomes.append(compare("log-probabilities", stock, arm, many, first[stock.name][: len(many)], scored))
+    outcomes += sampled(texts, stock, others, record, say)
     for outcome in outcomes:
         say(outcome.line())
     record["outcomes"] = [vars(outcome) | {"passed": outcome.passed} for outcome in outcomes]

@@ -1,4 +1,4 @@
-"""A whole DFLASH step of one greedy request over the server's caches: two graph replays, no host in between.
+"""A whole DFLASH step of one request over the server's caches: two graph replays, no host in between.
 
 The first reads what the scheduler may change afterwards (the request's row of slots, its length, its anchor token); the
 second is draft, verify, accept and the draft's context. SGLang's tables stay the only state: a step that SGLang runs
@@ -43,11 +43,16 @@ class FullStep:
         self._row, self._length, self._anchor = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(3))
         self._offsets = torch.arange(row_cap, device=device)
         self._result = torch.zeros(width + 3, dtype=torch.int64, device=device)
-        words = request_words(SamplingParams(), max_new_tokens=WITHOUT_END, max_context=WITHOUT_END)
-        decode.state.request.copy_(torch.tensor(words))
+        self.use(SamplingParams())
         if decode.draft:
             decode.draft.pages = step.inputs.full_pages  # the draft's cache has the target's full slots
         self._replays: list[Callable[[], None]] = []
+
+    def use(self, params: SamplingParams) -> None:
+        """Enqueues a change of how tokens are chosen from the next step on."""
+        words = torch.tensor(request_words(params, max_new_tokens=WITHOUT_END, max_context=WITHOUT_END))
+        request = self._decode.state.request
+        request.copy_(words.pin_memory() if request.is_cuda else words, non_blocking=True)
 
     def capture(self) -> None:
         """Captures both graphs; on a machine without graphs the launches are made anew every time."""

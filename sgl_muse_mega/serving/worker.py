@@ -1,5 +1,6 @@
 """The whole step in place of SGLang's under DFLASH: wrapped methods of its worker, in the rank's process only."""
 
+import hashlib
 import logging
 from typing import Any
 
@@ -17,6 +18,8 @@ from sgl_muse_mega.serving.draft import draft_weights
 from sgl_muse_mega.serving.full_step import FullStep
 from sgl_muse_mega.serving.model_config import draft_config
 from sgl_muse_mega.serving.target import TargetMegakernel
+from sgl_muse_mega.speculative.philox import SEED_LIMIT
+from sgl_muse_mega.speculative.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +27,7 @@ logger = logging.getLogger(__name__)
 def install(built: TargetMegakernel) -> None:
     """Wraps the worker's class before SGLang makes its worker; the step is built once SGLang's own graphs are."""
     steps: list[FullStep] = []
+    used = [SamplingParams()]
 
     def graphs(original: Any, worker: Any) -> None:
         original(worker)
@@ -33,8 +37,8 @@ def install(built: TargetMegakernel) -> None:
         used = (torch.cuda.memory_allocated() - before) / 2**20
         logger.info("Muse megakernel: %.0f MiB for the whole step: the draft and the head in the kernels' order.", used)
         logger.info(
-            "Muse megakernel: greedy steps of one request run whole (draft, verify, accept, cache) as one graph; with "
-            "grammar, log-probabilities, penalties, bias, sampling or several requests SGLang's own step runs."
+            "Muse megakernel: steps of one request, greedy or sampled, run whole (draft, verify, accept, cache) as one "
+            "graph; with grammar, log-probabilities, penalties, bias or several requests SGLang's own step runs."
         )
 
     def step(original: Any, worker: Any, batch: Any, on_publish: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -42,6 +46,10 @@ def install(built: TargetMegakernel) -> None:
             reason = declines(worker, batch)
             if reason is None:
                 built.coverage.ran("whole steps")
+                params = sampling_params(batch.reqs[0], built.step.config.vocab_size)
+                if params != used[-1]:
+                    steps[0].use(params)
+                    used[:] = [params]
                 return run(steps[0], worker, batch, on_publish)
             built.coverage.declined(f"whole steps: {reason}")
         return original(worker, batch, on_publish, *args, **kwargs)
@@ -89,6 +97,18 @@ def build_step(built: TargetMegakernel, worker: Any) -> FullStep:
     return full
 
 
+class _AsGreedy:
+    """A batch's sampling as SGLang's own question sees it when sampling itself is no obstacle."""
+
+    is_all_greedy = True
+
+    def __init__(self, sampling_info: Any) -> None:
+        self._sampling_info = sampling_info
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampling_info, name)
+
+
 def declines(worker: Any, batch: Any) -> str | None:
     """Why SGLang's own step must run this batch, or None; from host state alone."""
     from sglang.srt.speculative import spec_utils
@@ -102,10 +122,29 @@ def declines(worker: Any, batch: Any) -> str | None:
         return "SGLANG_SIMULATE_ACC_LEN is set"
     if not isinstance(batch.spec_info, DFlashDraftInputV2):
         return "no draft state"
+    sampling = batch.sampling_info
     worker._selector_sample = None  # as SGLang's own step begins
-    if not worker._can_skip_verify_logits(batch, batch.sampling_info):
-        return "sampling, grammar, log-probabilities, penalties or bias"
+    if not worker._can_skip_verify_logits(batch, None if sampling is None else _AsGreedy(sampling)):
+        return "grammar, log-probabilities, penalties or bias"
+    if worker._block_verification and sampling is not None and not sampling.is_all_greedy:
+        return "sampling with --speculative-use-block-verification"
     return None
+
+
+def sampling_params(request: Any, vocab: int) -> SamplingParams:
+    """How a request of SGLang chooses its tokens. Without a seed of its own it gets one from its id, on every rank the
+    same."""
+    asked = request.sampling_params
+    seed = getattr(asked, "sampling_seed", None)
+    if seed is None:
+        seed = int.from_bytes(hashlib.sha256(str(request.rid).encode()).digest()[:8], "little")
+    return SamplingParams(
+        temperature=float(asked.temperature),
+        top_p=float(asked.top_p),
+        top_k=0 if asked.top_k >= vocab else max(0, int(asked.top_k)),
+        min_p=float(asked.min_p),
+        seed=int(seed) % SEED_LIMIT,
+    )
 
 
 def run(full: FullStep, worker: Any, batch: Any, on_publish: Any) -> Any:

@@ -14,6 +14,7 @@ from sgl_muse_mega.serving.coverage import Coverage
 from sgl_muse_mega.serving.draft import draft_weights
 from sgl_muse_mega.serving.full_step import StepResult
 from sgl_muse_mega.serving.model_config import draft_config
+from sgl_muse_mega.speculative.sampling import SamplingParams
 
 
 def sampling(**changes: Any) -> Any:
@@ -25,6 +26,11 @@ def sampling(**changes: Any) -> Any:
     return SimpleNamespace(**(values | changes))
 
 
+def request(**changes: Any) -> Any:
+    values = {"temperature": 1.0, "top_p": 1.0, "top_k": 1, "min_p": 0.0, "sampling_seed": None} | changes
+    return SimpleNamespace(rid="a request", sampling_params=SimpleNamespace(**values))
+
+
 def batch(mode: str = "DECODE", requests: int = 1, **changes: Any) -> Any:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.speculative.dflash_worker_v2 import make_draft_input_v2
@@ -34,6 +40,7 @@ def batch(mode: str = "DECODE", requests: int = 1, **changes: Any) -> Any:
     values = {
         "forward_mode": ForwardMode[mode], "is_extend_in_batch": False, "seq_lens": lengths, "has_grammar": False,
         "req_pool_indices": torch.tensor([2]), "return_logprob": False, "sampling_info": sampling(),
+        "reqs": [request() for _ in range(requests)],
         "spec_info": make_draft_input_v2(bonus_tokens=torch.tensor([7]), new_seq_lens=lengths),
     }  # fmt: skip
     return SimpleNamespace(**(values | changes))
@@ -48,6 +55,7 @@ def served() -> Any:
     made._target_worker = SimpleNamespace(model_runner=runner)
     made.block_size = 8
     made._selector_sample = "of an earlier step"
+    made._block_verification = False
     return made
 
 
@@ -56,10 +64,11 @@ def test_batches_that_run_whole(served: Any, monkeypatch: pytest.MonkeyPatch) ->
 
     assert worker.declines(served, batch()) is None
     assert worker.declines(served, batch(sampling_info=None)) is None
-    other = "sampling, grammar, log-probabilities, penalties or bias"
+    assert worker.declines(served, batch(sampling_info=sampling(is_all_greedy=False))) is None
+    other = "grammar, log-probabilities, penalties or bias"
     refused = {
         other: [
-            batch(has_grammar=True), batch(return_logprob=True), batch(sampling_info=sampling(is_all_greedy=False)),
+            batch(has_grammar=True), batch(return_logprob=True),
             batch(sampling_info=sampling(logit_bias=torch.ones(1))),
             batch(sampling_info=sampling(penalizer_orchestrator=SimpleNamespace(is_required=True))),
             batch(sampling_info=sampling(has_custom_logit_processor=True)),
@@ -70,6 +79,9 @@ def test_batches_that_run_whole(served: Any, monkeypatch: pytest.MonkeyPatch) ->
     }  # fmt: skip
     for reason, batches in refused.items():
         assert [worker.declines(served, each) for each in batches] == [reason] * len(batches)
+    served._block_verification = True
+    assert worker.declines(served, batch()) is None
+    assert "block-verification" in str(worker.declines(served, batch(sampling_info=sampling(is_all_greedy=False))))
     monkeypatch.setattr(spec_utils, "SIMULATE_ACC_LEN", 4.0)
     assert worker.declines(served, batch()) == "SGLANG_SIMULATE_ACC_LEN is set"
 
@@ -109,25 +121,44 @@ def test_the_class_is_wrapped_and_steps_are_counted(served: Any, monkeypatch: py
     monkeypatch.setattr(
         DFlashWorkerV2, "forward_batch_generation", lambda self, batch, on_publish=None, *a, **k: stock.append(batch)
     )
-    monkeypatch.setattr(worker, "build_step", lambda built, made: "a step")
+    used: list[SamplingParams] = []
+    full = SimpleNamespace(use=used.append)
+    monkeypatch.setattr(worker, "build_step", lambda built, made: full)
     monkeypatch.setattr(worker, "run", lambda *arguments: arguments)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
     counts = Coverage()
-    worker.install(SimpleNamespace(coverage=counts))  # type: ignore[arg-type]
+    step = SimpleNamespace(config=SimpleNamespace(vocab_size=1024))
+    worker.install(SimpleNamespace(coverage=counts, step=step))  # type: ignore[arg-type]
     first = batch()
     served.forward_batch_generation(first)
     assert stock == [first]  # nothing is built yet
     served.init_cuda_graphs()
     assert stock[1:] == ["graphs"]
     mine, prompt, grammar = batch(), batch("EXTEND"), batch(has_grammar=True)
-    assert served.forward_batch_generation(mine, on_publish="publish") == ("a step", served, mine, "publish")
+    for _ in range(2):
+        assert served.forward_batch_generation(mine, on_publish="publish") == (full, served, mine, "publish")
+    assert [params.greedy for params in used] == [True]  # told once
+    served.forward_batch_generation(batch(reqs=[request(top_k=1 << 30, temperature=0.7)]))
+    assert (used[1].temperature, used[1].top_k) == (0.7, 0)
     served.forward_batch_generation(prompt, on_publish=None)
     served.forward_batch_generation(grammar)
     assert stock[2:] == [prompt, grammar]
-    assert counts.kernels == {"whole steps": 1}
+    assert counts.kernels == {"whole steps": 3}
     assert counts.sglang.total() == 1
     for target in (hooks.GRAPHS, hooks.STEP):
         hooks.unwrap(target)
+
+
+def test_sampling_of_a_request() -> None:
+    def made(**changes: Any) -> SamplingParams:
+        return worker.sampling_params(request(**changes), 1024)
+
+    assert made().greedy
+    asked = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "min_p": 0.1}
+    assert made(**asked, sampling_seed=-3) == SamplingParams(**asked, seed=2**64 - 3)
+    assert made(**asked) == made(**asked)
+    assert made(**asked).seed != 0
+    assert [made(temperature=1.0, top_k=k).top_k for k in (-1, 1 << 30, 1024, 20)] == [0, 0, 0, 20]
 
 
 def test_the_bundled_draft(plugins: None) -> None:
