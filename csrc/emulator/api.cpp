@@ -16,6 +16,7 @@ struct EmulatorLaunch {
     int32_t ctas;
     uint32_t shared_bytes;
     uint32_t overlaps;
+    uint32_t rank;
 };
 
 struct EmulatorOptions {
@@ -76,6 +77,7 @@ int emulator_run(const EmulatorLaunch* launches, uint32_t count, const EmulatorO
         launch.ctas = given.ctas;
         launch.shared_bytes = given.shared_bytes;
         launch.overlaps = given.overlaps != 0;
+        launch.rank = given.rank;
         list.push_back(std::move(launch));
     }
     Options chosen;

@@ -110,7 +110,7 @@ uint32_t acquire_word(const uint32_t* address, const Site& site) {
         if (!m.injected(Injection::missing_acquire, address)) m.acquire(*current, atomic.values[pick].published);
     }
     m.poll(atomic.watch, reinterpret_cast<uintptr_t>(address), false, site);
-    if (pick + 1 != atomic.values.size()) current->polls[0].version = ~0ull;  // an old value: do not sleep on it
+    if (pick + 1 != atomic.values.size()) current->polls.back().version = ~0ull;  // an old value: do not sleep on it
     return atomic.values[pick].value;
 }
 

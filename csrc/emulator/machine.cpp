@@ -20,7 +20,8 @@ void run_lane() {
         Machine& m = machine();
         const Launch& launch = *current->cta->launch;
         const bool exits = m.options.injection == Injection::early_exit &&
-                           static_cast<uint64_t>(current->cta->index) == m.options.injection_address;
+                           launch.rank == m.options.injection_address >> 32 &&
+                           static_cast<uint64_t>(current->cta->index) == (m.options.injection_address & 0xffffffffu);
         if (!exits) launch.kernel->body(launch.parameters.data());
         m.finish_lane(*current);
     } catch (const Stop&) {
@@ -32,7 +33,8 @@ void run_lane() {
 
 std::string Machine::who(uint32_t component) const {
     const uint32_t cta = component / components_per_cta, part = component % components_per_cta;
-    std::string text = "CTA " + std::to_string(cta % max_ctas);
+    std::string text = several_ranks() ? "rank " + std::to_string(cta / slots_per_rank_) + " " : "";
+    text += "CTA " + std::to_string(cta % max_ctas);
     if (part < max_threads) {
         return text + " warp " + std::to_string(part / WARP_LANES) + " lane " + std::to_string(part % WARP_LANES);
     }
@@ -44,7 +46,6 @@ void Machine::start_cta(Launch& launch, int index, int slot) {
     Cta& cta = *slots_[slot];
     cta.launch = &launch;
     cta.index = index;
-    cta.slot = slot;
     cta.first_component = static_cast<uint32_t>(slot) * components_per_cta;
     cta.live = launch.kernel->threads;
     cta.shared.assign(launch.shared_bytes, 0xff);  // NaNs: what nobody wrote cannot go unnoticed in a sum
@@ -64,7 +65,7 @@ void Machine::start_cta(Launch& launch, int index, int slot) {
         if (options.ordered != 0) {
             lane.component = cta.first_component + thread;
             lane.first_epoch = lane.epoch = component_epochs_[lane.component] + 1;
-            lane.view = lane.async_view = start_view_;
+            lane.view = lane.async_view = streams_[launch.rank].start_view;
         }
     }
     for (Warp& warp : cta.warps) {
@@ -76,24 +77,31 @@ void Machine::start_cta(Launch& launch, int index, int slot) {
     ++launch.started;
 }
 
-void Machine::start_ctas() {
+void Machine::start_ctas(Stream& stream) {
     int resident = 0;
-    for (const Launch& launch : launches_) resident += launch.started - launch.finished;
-    for (size_t i = first_waiting_launch_; i < launches_.size(); ++i) {
-        Launch& launch = launches_[i];
-        if (i > 0 && launches_[i - 1].started < launches_[i - 1].ctas) return;
+    for (const Launch* launch : stream.launches) resident += launch->started - launch->finished;
+    for (; stream.waiting < stream.launches.size(); ++stream.waiting) {
+        Launch& launch = *stream.launches[stream.waiting];
+        const Launch* const previous = launch.previous;
         const bool early = options.overlap != 0 && launch.overlaps;
-        if (i > 0 && (early ? launches_[i - 1].allowed < launches_[i - 1].ctas : !launches_[i - 1].complete())) return;
-        if (i > 1 && !launches_[i - 2].complete()) return;
-        if (i > 0 && !early) start_view_ = launches_[i - 1].final_view;
+        if (previous != nullptr) {
+            if (previous->started < previous->ctas) return;
+            if (early ? previous->allowed < previous->ctas : !previous->complete()) return;
+            if (previous->previous != nullptr && !previous->previous->complete()) return;
+            if (!early) stream.start_view = previous->final_view;
+        }
+        const size_t half = options.overlap != 0 ? stream.waiting % 2 * max_ctas : 0;
         while (launch.started < launch.ctas && resident < static_cast<int>(max_ctas)) {
-            const int half = options.overlap != 0 ? static_cast<int>(i % 2 * max_ctas) : 0;
-            start_cta(launch, launch.started, half + launch.started);
+            start_cta(launch, launch.started, static_cast<int>(stream.first_slot + half) + launch.started);
             ++resident;
         }
         if (launch.started < launch.ctas) return;
-        first_waiting_launch_ = static_cast<uint32_t>(i) + 1;
     }
+}
+
+bool Machine::all_started() const {
+    return std::all_of(streams_.begin(), streams_.end(),
+                       [](const Stream& stream) { return stream.waiting == stream.launches.size(); });
 }
 
 void Machine::finish_lane(Lane& lane) {
@@ -137,44 +145,57 @@ bool Machine::run(std::vector<Launch> launches, const Options& chosen) {
     launches_ = std::move(launches);
     steps_ = jumped_ = switches = races = 0;
     random_ = options.seed * 0x9e3779b97f4a7c15ull + 1;
-    preemptions_ = live_ = first_waiting_launch_ = late_pauses_ = 0;
+    preemptions_ = live_ = late_pauses_ = 0;
     countdown_ =
         options.preempt_interval != 0 ? 1 + static_cast<uint32_t>(random() % (2 * options.preempt_interval)) : ~0u;
     preempting_ = timed_out_ = false;
     queue_.clear();
     queue_head_ = 0;
     copies_.clear();
+    wires_.clear();
+    sent_.clear();
+    streams_.clear();
     events.clear();
     atomics.clear();
     lines.clear();
     regions.forget_accesses();
     slots_.clear();
-    start_view_ = join_left_ = join_right_ = join_result_ = {};
+    join_left_ = join_right_ = join_result_ = {};
     max_ctas = max_threads = 0;
     for (Launch& launch : launches_) {
         max_ctas = std::max(max_ctas, static_cast<uint32_t>(launch.ctas));
         max_threads = std::max(max_threads, static_cast<uint32_t>(launch.kernel->threads));
         launch.allows_next.assign(launch.ctas, false);
         launch.final_view = {};
+        if (streams_.size() <= launch.rank) streams_.resize(launch.rank + 1);
+        std::vector<Launch*>& before = streams_[launch.rank].launches;
+        launch.previous = before.empty() ? nullptr : before.back();
+        before.push_back(&launch);
     }
     components_per_cta = max_threads + MAX_MBARRIERS;
-    const size_t slots = max_ctas * (options.overlap != 0 ? 2u : 1u);
+    slots_per_rank_ = max_ctas * (options.overlap != 0 ? 2u : 1u);
+    const size_t slots = slots_per_rank_ * streams_.size();
     slots_.resize(slots);
     if (options.ordered != 0) {
         View::set_components(static_cast<uint32_t>(slots * components_per_cta));
         component_epochs_.assign(slots * components_per_cta, 0);
-        start_view_ = View::nothing();
+    }
+    for (size_t rank = 0; rank < streams_.size(); ++rank) {
+        streams_[rank].first_slot = rank * slots_per_rank_;
+        if (options.ordered != 0) streams_[rank].start_view = View::nothing();
     }
 
-    start_ctas();
     while (fault.kind.empty()) {
-        if (first_waiting_launch_ < launches_.size()) start_ctas();
-        if (live_ == 0 && first_waiting_launch_ == launches_.size()) break;
+        for (Stream& stream : streams_) start_ctas(stream);
+        if (live_ == 0 && all_started()) break;
         ++steps_;
         if (!copies_.empty() && chance(4)) land(random() % copies_.size());
+        if (!sent_.empty() && chance(2)) arrive(random() % sent_.size());
         Warp* warp = pick_warp();
         if (warp == nullptr) {
-            if (!copies_.empty()) {
+            if (!sent_.empty()) {
+                arrive(random() % sent_.size());
+            } else if (!copies_.empty()) {
                 land(random() % copies_.size());
             } else if (!resolve_standstill()) {
                 break;
@@ -189,6 +210,7 @@ bool Machine::run(std::vector<Launch> launches, const Options& chosen) {
         if (warp->ready != 0 && !warp->queued) enqueue(*warp);
     }
     current = nullptr;
+    while (!sent_.empty()) arrive(sent_.size() - 1);
     return fault.kind.empty();
 }
 

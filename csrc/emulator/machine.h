@@ -70,7 +70,7 @@ struct MBarrier {
 
 struct Cta {
     Launch* launch = nullptr;
-    int index = 0, slot = 0, live = 0, copies = 0;
+    int index = 0, live = 0, copies = 0;
     std::vector<uint8_t> shared;
     Shadow shadow;
     std::unordered_map<uint32_t, MBarrier> mbarriers;
@@ -94,13 +94,16 @@ struct Lane {
     struct Poll {
         Watch* watch;
         uint64_t version;
-    } polls[4];
-    int poll_count = 0;
+    };
+    static constexpr size_t MAX_POLLS = 64;  // a thread that polls more at once does not sleep
+    std::vector<Poll> polls;
 };
 
 struct Launch {
     const KernelEntry* kernel = nullptr;
     std::vector<uint8_t> parameters;
+    uint32_t rank = 0;
+    Launch* previous = nullptr;  // of the same rank
     int ctas = 0, started = 0, allowed = 0, finished = 0;
     uint32_t shared_bytes = 0;
     bool overlaps = false;  // launched with programmatic serialisation after its predecessor
@@ -122,6 +125,20 @@ struct Copy {
     Site site;
 };
 
+// Halves of packets (packet.cpp) that were sent to one address and have not arrived, and who waits there.
+struct Wire {
+    std::deque<uint64_t> halves;
+    Watch watch;
+};
+
+// The launches of one rank, in stream order. With overlap, they alternate between two halves of the rank's slots.
+struct Stream {
+    std::vector<Launch*> launches;
+    size_t waiting = 0;  // the first that has not started all its CTAs
+    size_t first_slot = 0;
+    View start_view;
+};
+
 // A word that is accessed with ordering: its values in the order in which they were written.
 struct Atomic {
     struct Value {
@@ -137,7 +154,7 @@ extern Lane* current;
 
 class Machine {
   public:
-    // Runs the launches in order as one stream. False: `fault` says why.
+    // Runs the launches, those of a rank in order as one stream. False: `fault` says why.
     bool run(std::vector<Launch> launches, const Options& options);
 
     // Called by threads.
@@ -161,6 +178,9 @@ class Machine {
     bool chance(uint32_t one_in) { return options.seed != 0 && random() % one_in == 0; }
     uint64_t now() const { return steps_ * 10 + jumped_; }
     void start_copy(Copy copy);
+    void start_half(uint32_t* address, uint64_t half);
+    Watch& watch_of(const uint32_t* address) { return wires_[reinterpret_cast<uintptr_t>(address)].watch; }
+    bool several_ranks() const { return streams_.size() > 1; }
     bool injected(Injection what, const void* address = nullptr) const {
         return options.injection == what &&
                (options.injection_address == 0 || options.injection_address == reinterpret_cast<uintptr_t>(address));
@@ -183,9 +203,6 @@ class Machine {
     bool by_copy_engine(uint32_t component) const { return component % components_per_cta >= max_threads; }
     std::string who(uint32_t component) const;
     uint32_t first_phase(uint32_t component) const { return component_epochs_[component]; }
-    Launch* previous(const Launch& launch) {
-        return &launch == launches_.data() ? nullptr : launches_.data() + (&launch - launches_.data()) - 1;
-    }
 
   private:
     friend void run_lane();
@@ -193,25 +210,30 @@ class Machine {
     Lane* pick_lane(Warp& warp, int after);
     Warp* pick_warp();
     void enqueue(Warp& warp);
-    void start_ctas();
+    void start_ctas(Stream& stream);
+    bool all_started() const;
     void start_cta(Launch& launch, int index, int slot);
     void finish_lane(Lane& lane);
     void finish_cta(Cta& cta);
     void land(size_t index);
+    void arrive(size_t index);
     bool resolve_standstill();
     std::string waits() const;
 
     std::vector<Launch> launches_;
-    std::vector<std::unique_ptr<Cta>> slots_;  // resident CTAs; with overlap, launches alternate between two halves
+    std::vector<Stream> streams_;
+    std::vector<std::unique_ptr<Cta>> slots_;  // resident CTAs
     std::vector<Warp*> queue_;
     size_t queue_head_ = 0;
     std::vector<Copy> copies_;
+    std::unordered_map<uintptr_t, Wire> wires_;
+    std::vector<uintptr_t> sent_;  // addresses of the halves under way
     Fiber scheduler_;
     Stacks stacks_;
     uint64_t steps_ = 0, jumped_ = 0, random_ = 0;
-    uint32_t countdown_ = 0, preemptions_ = 0, live_ = 0, first_waiting_launch_ = 0, late_pauses_ = 0;
+    uint32_t countdown_ = 0, preemptions_ = 0, live_ = 0, slots_per_rank_ = 0, late_pauses_ = 0;
     std::vector<uint32_t> component_epochs_;
-    View start_view_, join_left_, join_right_, join_result_;
+    View join_left_, join_right_, join_result_;
     Warp* running_ = nullptr;
     bool preempting_ = false, timed_out_ = false;
 };

@@ -174,6 +174,12 @@ Region& Regions::find(const void* address, size_t bytes, const Site& site) {
     fail("bounds", "accesses " + std::to_string(bytes) + " bytes at " + describe(address), site);
 }
 
+Region& Regions::find_ordinary(const void* address, size_t bytes, const Site& site) {
+    Region& region = find(address, bytes, site);
+    if (region.packets) fail("packet", "accesses " + describe(address) + ", which is a mailbox, without a tag", site);
+    return region;
+}
+
 void Regions::forget_accesses() {
     for (const auto& region : regions_) {
         if (!region->constant && machine().options.ordered != 0) region->shadow.resize(region->bytes);
@@ -196,7 +202,7 @@ std::string Regions::describe(const void* address) const {
 void read_global(const void* address, uint32_t size, void* value, const Site& site) {
     Machine& m = machine();
     check_aligned(address, size, site);
-    Region& region = m.regions.find(address, size, site);
+    Region& region = m.regions.find_ordinary(address, size, site);
     if (region.constant) {  // no launch may write it
         std::memcpy(value, address, size);
         return;
@@ -212,7 +218,7 @@ void read_global(const void* address, uint32_t size, void* value, const Site& si
 void write_global(void* address, uint32_t size, const void* value, const Site& site) {
     Machine& m = machine();
     check_aligned(address, size, site);
-    Region& region = m.regions.find(address, size, site);
+    Region& region = m.regions.find_ordinary(address, size, site);
     if (region.constant) fail("constant", "writes " + m.regions.describe(address) + ", which is an input", site);
     m.point(1);
     const size_t offset = static_cast<size_t>(static_cast<uint8_t*>(address) - region.base);
@@ -269,7 +275,7 @@ void or_shared(uint32_t offset, uint32_t bits, const Site& site) {
 
 void copy_bytes(const Copy& copy) {
     Machine& m = machine();
-    Region& region = m.regions.find(copy.source, copy.bytes, copy.site);
+    Region& region = m.regions.find_ordinary(copy.source, copy.bytes, copy.site);
     Cta& cta = *copy.cta;
     const uint32_t phase = copy.barrier->first_phase + copy.barrier->phase + 1;
     const size_t offset = static_cast<size_t>(copy.source - region.base);

@@ -67,6 +67,7 @@ struct Region {
     size_t bytes;
     bool constant;                  // no launch may write it
     std::vector<uint16_t> written;  // per block; empty when constant
+    bool packets = false;           // a mailbox: nothing but packets may go there
     Shadow shadow;
 };
 
@@ -78,6 +79,8 @@ class Regions {
     bool empty() const { return regions_.empty(); }
     // The region that holds [address, address + bytes); faults otherwise.
     Region& find(const void* address, size_t bytes, const Site& site);
+    // The same for what is no packet.
+    Region& find_ordinary(const void* address, size_t bytes, const Site& site);
     void forget_accesses();
     std::string describe(const void* address) const;
     const std::vector<std::unique_ptr<Region>>& all() const { return regions_; }
@@ -92,6 +95,10 @@ void read_global(const void* address, uint32_t size, void* value, const Site& si
 void write_global(void* address, uint32_t size, const void* value, const Site& site);
 void read_shared(uint32_t offset, uint32_t size, void* value, const Site& site);
 void write_shared(uint32_t offset, uint32_t size, const void* value, const Site& site);
+
+// Halves of packets: 8 bytes, the data in the low word and the tag in the high one.
+void send_half(uint32_t* address, uint32_t data, uint32_t tag, const Site& site);
+uint64_t receive_half(const uint32_t* address, const Site& site);
 
 void or_shared(uint32_t offset, uint32_t bits, const Site& site);  // atomic
 

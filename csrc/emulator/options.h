@@ -19,7 +19,7 @@ enum class Injection : uint32_t {
     missing_proxy_fence,  // fence_generic_to_async does nothing
     missing_warp_sync,    // warp_sync meets, but orders nothing
     missing_init_fence,   // mbarrier_init_fence does nothing
-    early_exit,           // CTA `injection_address` of the last launch ends before it begins
+    early_exit,           // CTA `injection_address` (rank in the upper 32 bits) ends before it begins
 };
 
 struct Options {
@@ -46,12 +46,22 @@ struct Stop : std::exception {};
 [[noreturn]] void fail(const char* kind, const std::string& text, const Site& site);
 
 // What a thread did to be waited for, or waited for. Mirrored in sgl_muse_mega.emulator.trace.
-enum class EventKind : uint32_t { add, publish, acquire, mbarrier_init, mbarrier_arrive, mbarrier_wait, barrier };
+enum class EventKind : uint32_t {
+    add,
+    publish,
+    acquire,
+    mbarrier_init,
+    mbarrier_arrive,
+    mbarrier_wait,
+    barrier,
+    send,
+    receive
+};
 struct Event {
     uint32_t launch, cta, thread;
     EventKind kind;
-    uint64_t place;  // address of a word, offset of an mbarrier, number of a barrier
-    uint64_t phase;  // of an mbarrier; threads of a barrier; arrivals of an initialised mbarrier
+    uint64_t place;  // address of a word or of a packet, offset of an mbarrier, number of a barrier
+    uint64_t phase;  // of an mbarrier; threads of a barrier; arrivals of an initialised mbarrier; tag of a sent packet
 };
 
 // A kernel as its shared library exports it.

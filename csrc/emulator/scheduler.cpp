@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <bit>
 #include <map>
+#include <utility>
 
 #include "machine.h"
 
@@ -105,27 +106,25 @@ void Machine::notify(Watch& watch) {
 void Machine::poll(Watch& watch, uint64_t detail, bool shared, const Site& site) {
     Lane& lane = *current;
     lane.wait = {WaitKind::none, detail, shared, site};
-    if (lane.poll_count < 4) lane.polls[lane.poll_count] = {&watch, watch.version};
-    ++lane.poll_count;
+    if (lane.polls.size() <= Lane::MAX_POLLS) lane.polls.push_back({&watch, watch.version});
 }
 
 void Machine::pause() {
     Lane& lane = *current;
-    const int polls = lane.poll_count;
-    lane.poll_count = 0;
-    bool sleep = polls > 0 && polls <= 4 && !timed_out_;
-    for (int i = 0; sleep && i < polls; ++i) sleep = lane.polls[i].watch->version == lane.polls[i].version;
+    const std::vector<Lane::Poll> polls = std::exchange(lane.polls, {});
+    bool sleep = !polls.empty() && polls.size() <= Lane::MAX_POLLS && !timed_out_;
+    for (size_t i = 0; sleep && i < polls.size(); ++i) sleep = polls[i].watch->version == polls[i].version;
     if (timed_out_) {
         jumped_ += TIMEOUT_STEP;
         if (++late_pauses_ > LATE_PAUSES) fail("deadlock", "spins without a deadline", lane.wait.site);
     }
     if (!sleep) {
-        steps_ += polls == 0 ? 1000 : 1;  // a loop that polls nothing known ends at its deadline
+        steps_ += polls.empty() ? 1000 : 1;  // a loop that polls nothing known ends at its deadline
         preempting_ = true;
         leave(true);
         return;
     }
-    for (int i = 0; i < polls; ++i) lane.polls[i].watch->sleepers.push_back(&lane);
+    for (const Lane::Poll& poll : polls) poll.watch->sleepers.push_back(&lane);
     const Wait wait = lane.wait;
     wait_here(WaitKind::poll, wait.detail, wait.site);
 }
@@ -191,7 +190,8 @@ std::string Machine::waits() const {
                     break;
             }
             what += " at " + place;
-            std::string& threads = lines[what]["CTA " + std::to_string(slot->index)];
+            const std::string rank = several_ranks() ? "rank " + std::to_string(slot->launch->rank) + " " : "";
+            std::string& threads = lines[what][rank + "CTA " + std::to_string(slot->index)];
             const std::string warp = " " + std::to_string(lane.thread / WARP_LANES);
             if (threads.size() < warp.size() || threads.compare(threads.size() - warp.size(), warp.size(), warp) != 0) {
                 threads += warp;
@@ -212,7 +212,8 @@ void fail(const char* kind, const std::string& text, const Site& site) {
         const std::string file = site.file_name();
         std::string where;
         if (current != nullptr) {
-            where = "CTA " + std::to_string(current->cta->index) + " warp " +
+            where = m.several_ranks() ? "rank " + std::to_string(current->cta->launch->rank) + " " : "";
+            where += "CTA " + std::to_string(current->cta->index) + " warp " +
                     std::to_string(current->thread / WARP_LANES) + " lane " + std::to_string(current->index) + " of " +
                     current->cta->launch->kernel->name + ", " + file.substr(file.rfind('/') + 1) + ":" +
                     std::to_string(site.line()) + ": ";

@@ -93,10 +93,10 @@ bool test_mbarrier(uint32_t offset, uint32_t parity, const Site& site) {
     m.poll(barrier.watch, offset, true, site);
     if ((barrier.phase & 1u) == parity) return false;
     if (m.chance(16)) {  // try_wait may time out
-        current->polls[0].version = ~0ull;
+        current->polls.back().version = ~0ull;
         return false;
     }
-    current->poll_count = 0;
+    current->polls.clear();
     if (barrier.phase != 0) m.note(EventKind::mbarrier_wait, offset, barrier.phase - 1);
     if (m.options.ordered != 0) m.acquire(*current, barrier.completed);
     return true;
@@ -159,7 +159,7 @@ void fence_proxy() {
 
 void wait_previous_launch(const Site& site) {
     Machine& m = machine();
-    Launch* previous = m.previous(*current->cta->launch);
+    Launch* previous = current->cta->launch->previous;
     if (previous == nullptr) return;
     if (!previous->complete()) {
         previous->waiting.push_back(current);

@@ -30,15 +30,14 @@ DEVICE void embed_row(const Params& p, int row) {
 
 // A9, A10, F1: attention branch into the stream, and the norm before the experts.
 template <class Ready>
-DEVICE void after_attention_row(const Params& p, int row, Ready ready) {
+DEVICE void after_attention_row(const Params& p, uint32_t epoch, int row, Ready ready) {
     using Columns = RowColumns<cfg::HIDDEN>;
     float4 s[Columns::GROUPS] = {};
     uint2 z[Columns::GROUPS] = {};  // the branch is bf16: half the registers
     for_columns<cfg::HIDDEN>([&](int i, int column) { s[i] = load_f32x4(p.stream + row * cfg::HIDDEN + column); });
     ready();  // the stream's row is this CTA's own and needs no waiting
     float squares = 0.f;
-    for_columns<cfg::HIDDEN>([&](int i, int column) {
-        const float4 branch = Exchange::attention_branch(p, row, column);
+    Exchange::attention_branch(p, epoch, row, [&](int i, int, const float4& branch) {
         z[i] = pack_bf16x4(branch);
         squares += square_sum(branch);
     });
@@ -59,15 +58,14 @@ DEVICE void after_attention_row(const Params& p, int row, Ready ready) {
 
 // F15, F16, tap, next A1: expert branch into the stream, and the next layer's input norm.
 template <class Ready>
-DEVICE void after_experts_row(const Params& p, int row, Ready ready) {
+DEVICE void after_experts_row(const Params& p, uint32_t epoch, int row, Ready ready) {
     using Columns = RowColumns<cfg::HIDDEN>;
     float4 s[Columns::GROUPS] = {};
     uint2 z[Columns::GROUPS] = {};  // the branch is bf16: half the registers
     for_columns<cfg::HIDDEN>([&](int i, int column) { s[i] = load_f32x4(p.stream + row * cfg::HIDDEN + column); });
     ready();
     float squares = 0.f;
-    for_columns<cfg::HIDDEN>([&](int i, int column) {
-        const float4 branch = Exchange::expert_branch(p, row, column);
+    Exchange::expert_branch(p, epoch, row, [&](int i, int column, const float4& branch) {
         z[i] = pack_bf16x4(times(branch, centred_gamma(p.post_feedforward_norm + column)));
         squares += square_sum(unpack_bf16x4(z[i]));
     });

@@ -20,7 +20,7 @@ DEVICE int line_of(const Params& p, int row, int slot) {
     return expert >= 0 && expert < cfg::LOCAL_EXPERTS ? routing::Table::line(row, expert) : -1;
 }
 
-DEVICE void combine_row(const Params& p, int row) {
+DEVICE void combine_row(const Params& p, uint32_t epoch, int row) {
     const uint32_t scale_at = cfg::REDUCE_AT;  // [TOP_K] the norm's factors, then lines, then omegas
     for (int slot = warp_index(); slot < cfg::TOP_K; slot += cfg::MATH_WARPS) {
         const int line = line_of(p, row, slot);
@@ -37,7 +37,7 @@ DEVICE void combine_row(const Params& p, int row) {
         }
     }
     math_barrier();
-    for_columns<cfg::MOE_HIDDEN>([&](int, int column) {
+    const auto local = [&](int column) {
         const float4 gamma = centred_gamma(p.post_expert_norm + column);
         float4 sum{0.f, 0.f, 0.f, 0.f};
         float4 y[cfg::TOP_K];
@@ -54,7 +54,10 @@ DEVICE void combine_row(const Params& p, int row) {
             const float omega = shared_load<float>(scale_at + (2 * cfg::TOP_K + slot) * 4);
             sum = float4{sum.x + omega * m.x, sum.y + omega * m.y, sum.z + omega * m.z, sum.w + omega * m.w};
         }
-        store_bf16x4(p.combined + row * cfg::MOE_HIDDEN + column, Exchange::combined_experts(p, row, column, sum));
+        return sum;
+    };
+    Exchange::combined_experts(p, epoch, row, local, [&](int, int column, const float4& sum) {
+        store_bf16x4(p.combined + row * cfg::MOE_HIDDEN + column, sum);
     });
 }
 
@@ -64,7 +67,7 @@ DEVICE void run(const Params& p, uint32_t epoch) {
         p, Counter::COMBINED, [&] { wait_counter_math(p, Counter::EXPERT_OUTPUT, epoch); },
         [&](int row, auto ready) {
             ready();
-            combine_row(p, row);
+            combine_row(p, epoch, row);
         });
 }
 

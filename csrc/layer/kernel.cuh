@@ -93,11 +93,11 @@ DEVICE void layer_math(const Params& p, uint32_t epoch) {
     mark(p, Point::ATTENTION);
     output_gate::run(p, epoch);
     mark(p, Point::GATED);
-    run_dense_to<OProj>(p, ring, p.o_partial, Counter::O_PROJ);
+    Exchange::run_o_proj(p, ring, epoch);
     mark(p, Point::O_PROJ);
     boundary::for_owned_rows(
-        p, Counter::AFTER_ATTENTION, [&] { wait_counter_math(p, Counter::O_PROJ, epoch); },
-        [&](int row, auto ready) { boundary::after_attention_row(p, row, ready); });
+        p, Counter::AFTER_ATTENTION, [&] { Exchange::wait_o_proj(p, epoch); },
+        [&](int row, auto ready) { boundary::after_attention_row(p, epoch, row, ready); });
     mark(p, Point::AFTER_ATTENTION);
     run_dense_to<Router>(p, ring, p.router_partial, Counter::ROUTER);
     mark(p, Point::ROUTER);
@@ -117,7 +117,7 @@ DEVICE void layer_math(const Params& p, uint32_t epoch) {
     mark(p, Point::POST_PROJ);
     boundary::for_owned_rows(
         p, Counter::AFTER_EXPERTS, [&] { wait_counter_math(p, Counter::POST_PROJ, epoch); },
-        [&](int row, auto ready) { boundary::after_experts_row(p, row, ready); });
+        [&](int row, auto ready) { boundary::after_experts_row(p, epoch, row, ready); });
     mark(p, Point::AFTER_EXPERTS);
     if (p.has_next != 0) {
         run_dense_to<QkvProj>(p, ring, p.qkv_partial, Counter::QKV_PROJ);

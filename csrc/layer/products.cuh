@@ -2,21 +2,21 @@
 #pragma once
 #include "schedule.cuh"
 
-struct OProj {
+struct OProj {  // with several ranks, a block is one CTA's, which sends it to all
     static constexpr int N = cfg::HIDDEN, K = cfg::HEADS * cfg::HEAD_DIM, CHUNK = cfg::O_PROJ_CHUNK,
                          PARTS = cfg::O_PROJ_PARTS;
-    static constexpr bool WIDE = false, WHOLE_K = false;
+    static constexpr bool WIDE = false, WHOLE_K = cfg::RANKS > 1;
 };
 struct Router {  // fp32 weights
     static constexpr int N = cfg::EXPERTS, K = cfg::HIDDEN, CHUNK = cfg::ROUTER_CHUNK, PARTS = cfg::ROUTER_PARTS;
     static constexpr bool WIDE = true, WHOLE_K = false;
 };
-struct PreProj {
-    static constexpr int N = cfg::MOE_HIDDEN, K = cfg::HIDDEN, CHUNK = cfg::PRE_PROJ_CHUNK, PARTS = cfg::PRE_PROJ_PARTS;
+struct PreProj {  // this rank's columns
+    static constexpr int N = cfg::MOE_HIDDEN / cfg::RANKS, K = cfg::HIDDEN, CHUNK = cfg::PRE_PROJ_CHUNK, PARTS = cfg::PRE_PROJ_PARTS;
     static constexpr bool WIDE = false, WHOLE_K = false;
 };
-struct PostProj {
-    static constexpr int N = cfg::HIDDEN, K = cfg::MOE_HIDDEN, CHUNK = cfg::POST_PROJ_CHUNK,
+struct PostProj {  // this rank's columns
+    static constexpr int N = cfg::HIDDEN / cfg::RANKS, K = cfg::MOE_HIDDEN, CHUNK = cfg::POST_PROJ_CHUNK,
                          PARTS = cfg::POST_PROJ_PARTS;
     static constexpr bool WIDE = false, WHOLE_K = false;
 };

@@ -18,13 +18,13 @@ DEVICE int expert_position(int k) {
 }
 
 // F7: x = bf(N1(h)), stored in the experts' order.
-DEVICE void expert_input_row(const Params& p, int row) {
+DEVICE void expert_input_row(const Params& p, uint32_t epoch, int row) {
     using Columns = RowColumns<cfg::MOE_HIDDEN>;
     float4 h[Columns::GROUPS] = {};
     float squares = 0.f;
-    for_columns<cfg::MOE_HIDDEN>([&](int i, int column) {
-        h[i] = Exchange::expert_row(p, row, column);
-        squares += square_sum(h[i]);
+    Exchange::expert_row(p, epoch, row, [&](int i, int, const float4& columns) {
+        h[i] = columns;
+        squares += square_sum(columns);
     });
     const float scale = reciprocal_root(row_sum(squares, 0) / cfg::MOE_HIDDEN + cfg::RMS_EPS);
     uint16_t* out = p.expert_input + row * cfg::MOE_HIDDEN;
@@ -130,7 +130,7 @@ DEVICE void run(const Params& p, uint32_t epoch) {
         p, protocol::Counter::EXPERT_INPUT, [&] { wait_counter_math(p, protocol::Counter::PRE_PROJ, epoch); },
         [&](int row, auto ready) {
             ready();
-            expert_input_row(p, row);
+            expert_input_row(p, epoch, row);
         });
 }
 

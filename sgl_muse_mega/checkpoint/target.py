@@ -3,7 +3,8 @@ share.
 
 Rank r of R holds contiguous blocks: query heads [r A/R, ..) as rows of q_proj and gate_proj and as columns of o_proj,
 the KV heads those queries use as rows of k_proj and v_proj (a KV head is held by several ranks where R exceeds their
-number), experts [r E/R, ..), and vocabulary rows [r V/R, ..) of embedding and head. Everything else is held whole.
+number), experts [r E/R, ..), output rows [r M/R, ..) of pre_expert_proj and [r H/R, ..) of post_expert_proj, and
+vocabulary rows [r V/R, ..) of embedding and head. Everything else is held whole.
 """
 
 import json
@@ -46,6 +47,8 @@ class _Share:
     kv_rows: slice
     experts: slice
     vocab: slice
+    expert_rows: slice  # of pre_expert_proj
+    branch_rows: slice  # of post_expert_proj
 
 
 def load_target(
@@ -80,6 +83,37 @@ def load_target(
     return TargetWeights(layers=tuple(layers), **top)
 
 
+def share_layer(config: TargetConfig, layer: int, weights: LayerWeights, *, rank: int, ranks: int) -> LayerWeights:
+    """Rank `rank`'s share of a whole layer, as `load_target` would read it.
+
+    Raises UserError when the model does not divide among the ranks.
+    """
+    share = _share(config, rank, ranks)
+    held: dict[str, Any] = {
+        field: getattr(weights, field)[entry.part].contiguous()
+        for field, entry in _layer_table(config, share, layer).items()
+    }
+    for field in _EXPERT_FIELDS:
+        stored = getattr(weights, field)
+        parts = {
+            name: (getattr(stored, name) if name else stored)[entry.part].contiguous()
+            for name, entry in _expert_table(config, share, layer, field).items()
+        }
+        held[field] = parts[""] if "" in parts else Nvfp4Experts(**parts)
+    return LayerWeights(**held, first_expert=share.experts.start)
+
+
+def share_target(config: TargetConfig, weights: TargetWeights, *, rank: int, ranks: int) -> TargetWeights:
+    """Rank `rank`'s share of a whole target, as `load_target` would read it.
+
+    Raises UserError when the model does not divide among the ranks.
+    """
+    share = _share(config, rank, ranks)
+    top = {field: getattr(weights, field)[entry.part].contiguous() for field, entry in _top_table(config, share).items()}
+    layers = tuple(share_layer(config, i, held, rank=rank, ranks=ranks) for i, held in enumerate(weights.layers))
+    return TargetWeights(layers=layers, **top)
+
+
 def save_target(
     directory: Path, config: TargetConfig, weights: TargetWeights, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES
 ) -> None:
@@ -100,6 +134,8 @@ def _share(config: TargetConfig, rank: int, ranks: int) -> _Share:
         "num_attention_heads": config.num_attention_heads,
         "num_local_experts": config.num_local_experts,
         "vocab_size": config.vocab_size,
+        "moe_hidden_size": config.moe_hidden_size,
+        "hidden_size": config.hidden_size,
     }
     problems = [f"{name} = {size}" for name, size in sizes.items() if size % ranks]
     kv_heads = config.num_key_value_heads
@@ -117,6 +153,8 @@ def _share(config: TargetConfig, rank: int, ranks: int) -> _Share:
         kv_rows=slice(first_kv * d, (first_kv + max(1, kv_heads // ranks)) * d),
         experts=block(config.num_local_experts),
         vocab=block(config.vocab_size),
+        expert_rows=block(config.moe_hidden_size),
+        branch_rows=block(config.hidden_size),
     )
 
 
@@ -150,10 +188,10 @@ def _layer_table(config: TargetConfig, share: _Share, layer: int) -> dict[str, _
         "pre_feedforward_layernorm": entry("pre_feedforward_layernorm.weight", h),
         "router": entry("mlp.gate.weight", e, h, dtype=torch.float32),
         "router_bias": entry("mlp.gate.e_score_correction_bias", e, dtype=torch.float32),
-        "pre_expert_proj": entry("mlp.pre_expert_proj.weight", m, h),
+        "pre_expert_proj": entry("mlp.pre_expert_proj.weight", m, h, part=(share.expert_rows,)),
         "pre_expert_norm": entry("mlp.pre_expert_norm.weight", m),
         "post_expert_norm": entry("mlp.experts.post_expert_norm.weight", m),
-        "post_expert_proj": entry("mlp.post_expert_proj.weight", h, m),
+        "post_expert_proj": entry("mlp.post_expert_proj.weight", h, m, part=(share.branch_rows,)),
         "post_feedforward_layernorm": entry("post_feedforward_layernorm.weight", h),
         "post_feedforward_residual_gate": entry("post_feedforward_residual_gate.gate", h, dtype=torch.float32),
     }

@@ -28,7 +28,7 @@ def instances(config: TargetConfig, *, sms: int, ranks: int, kv_dtypes: tuple[st
     return [
         Instance.for_config(
             config, nvfp4=nvfp4, fp8_cache=kv_dtype == "fp8", row_cap=row_cap, sms=sms,
-            local_experts=config.num_local_experts // ranks,
+            ranks=ranks,
         )
         for nvfp4 in kinds
         for kv_dtype in kv_dtypes

@@ -30,7 +30,7 @@ class Injection(IntEnum):
     MISSING_PROXY_FENCE = 3
     MISSING_WARP_SYNC = 4
     MISSING_INIT_FENCE = 5
-    EARLY_EXIT = 6  # the CTA whose number is the address
+    EARLY_EXIT = 6  # the CTA whose number is the address (its rank in the upper 32 bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,7 @@ class Launch:
     ctas: int
     shared_bytes: int
     overlaps: bool = True
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +123,15 @@ class EventKind(IntEnum):
     MBARRIER_ARRIVE = 4
     MBARRIER_WAIT = 5
     BARRIER = 6
+    SEND = 7
+    RECEIVE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """launch, cta and thread say who. place: address of a word, offset of an mbarrier, number of a barrier; phase: of
-    an mbarrier, how many arrivals an initialised one counts, or how many threads meet at a barrier."""
+    """launch, cta and thread say who. place: address of a word or packet, offset of an mbarrier, number of a barrier;
+    phase: of an mbarrier, how many arrivals an initialised one counts, how many threads meet at a barrier, or the tag
+    of a packet that is sent."""
 
     launch: int
     cta: int
@@ -148,6 +152,7 @@ class _Launch(ctypes.Structure):
     _fields_ = (
         ("kernel", ctypes.c_void_p), ("parameters", ctypes.c_char_p), ("parameter_bytes", ctypes.c_uint32),
         ("ctas", ctypes.c_int32), ("shared_bytes", ctypes.c_uint32), ("overlaps", ctypes.c_uint32),
+        ("rank", ctypes.c_uint32),
     )  # fmt: skip
 
 
@@ -201,9 +206,12 @@ class EmulatedMachine:
         return int(self._library.emulator_count_unwritten(tensor.data_ptr(), size))
 
     def run(self, launches: Sequence[Launch], schedule: Schedule = PLAIN) -> Statistics:
-        """Runs the launches in stream order to their end. Raises EmulatorFault."""
+        """Runs the launches, those of each rank in stream order, to their end. Raises EmulatorFault."""
         array = (_Launch * len(launches))(
-            *(_Launch(x.kernel, x.parameters, len(x.parameters), x.ctas, x.shared_bytes, x.overlaps) for x in launches)
+            *(
+                _Launch(x.kernel, x.parameters, len(x.parameters), x.ctas, x.shared_bytes, x.overlaps, x.rank)
+                for x in launches
+            )
         )
         s = schedule
         options = _Options(

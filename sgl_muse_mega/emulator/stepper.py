@@ -104,6 +104,8 @@ def step_regions(step: Step, caches: list[tuple[Tensor, Tensor]]) -> list[Region
         for kernel, control in variant.control.items():
             label = f"{kernel}{'.nvfp4' if nvfp4 else '.bf16'}"
             regions += [Region(f"{label}.{f.name}", getattr(control, f.name), False, True) for f in fields(control)]
+        if variant.mailbox.numel():
+            regions.append(Region(f"{'nvfp4' if nvfp4 else 'bf16'}.mailbox", variant.mailbox, False, True))
     for index, pair in enumerate(caches):
         regions += [
             Region(f"layers.{index}.{n}", t, False, True) for n, t in zip(("keys", "values"), pair, strict=True)

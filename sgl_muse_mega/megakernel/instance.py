@@ -15,6 +15,7 @@ from sgl_muse_mega.megakernel import protocol
 BLOCK_ROWS = 64  # weight rows of a dense task
 WARP = 32
 MAX_ROWS = 16
+PACKET_COLUMNS, PACKET_BYTES = 4, 16  # what ranks send each other (packet.cuh)
 HOPPER_SHARED_BYTES = 232448  # opt-in shared memory of one CTA
 _LOG2_E = 1.4426950408889634
 
@@ -113,6 +114,7 @@ class Instance:
     min_split: int = 64  # keys of a split of attention while there are at most splits_cap of them
     splits_cap: int = 128
     head_dim: int = 64
+    ranks: int = 1
     trace: bool = False
     separate_phases: bool = False  # the control of `separate`: phases as kernels of their own
     defines: tuple[str, ...] = ()  # "NAME" or "NAME=VALUE": macros for a version of the kernels under test
@@ -127,19 +129,23 @@ class Instance:
         row_cap: int,
         sms: int,
         local_experts: int | None = None,
+        ranks: int = 1,
         **tuning: Any,
     ) -> "Instance":
-        """The instance of one rank that holds the whole model but `local_experts` of the experts.
+        """The instance of one of `ranks` ranks with `local_experts` of the experts (None: all; with several ranks, its
+        share).
 
         tuning: fields that do not follow from the model (`math_warps`, `trace`, `defines`, ...).
         Raises UserError, listing every size that the kernels cannot take.
         """
+        if local_experts is None:
+            local_experts = config.num_local_experts // ranks
         instance = cls(
             hidden=config.hidden_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
+            heads=config.num_attention_heads // ranks,
+            kv_heads=max(1, config.num_key_value_heads // ranks),
             experts=config.num_local_experts,
-            local_experts=config.num_local_experts if local_experts is None else local_experts,
+            local_experts=local_experts,
             top_k=config.num_experts_per_tok,
             moe_hidden=config.moe_hidden_size,
             moe_inter=config.moe_intermediate_size,
@@ -155,6 +161,7 @@ class Instance:
             softcap=config.final_logit_softcapping,
             attention_scale=config.attention_scale,
             head_dim=config.head_dim,
+            ranks=ranks,
             **tuning,
         )
         instance.check()
@@ -173,6 +180,10 @@ class Instance:
             (self.experts % 4 != 0, f"{self.experts} experts are no multiple of 4"),
             (self.experts > 1024, f"{self.experts} experts are more than 1024"),
             (self.top_k > 32, f"{self.top_k} experts per token are more than 32"),
+            (self.ranks not in (1, 2, 4, 8), f"{self.ranks} ranks were asked for, there can be 1, 2, 4 or 8"),
+            (self.hidden % (4 * self.ranks) != 0, f"hidden_size {self.hidden} is no multiple of {4 * self.ranks}"),
+            (self.moe_hidden % (4 * self.ranks) != 0, f"moe_hidden_size {self.moe_hidden} is no multiple of "
+             f"{4 * self.ranks}"),
         ]
         reasons = [text for bad, text in wrong if bad]
         if not reasons and self.stages < 3:
@@ -190,7 +201,7 @@ class Instance:
 
     @property
     def o_proj(self) -> Dense:
-        return self._dense(self.hidden, self.heads * self.head_dim)
+        return self._dense(self.hidden, self.heads * self.head_dim, whole_k=self.ranks > 1)
 
     @property
     def router(self) -> Dense:
@@ -198,11 +209,11 @@ class Instance:
 
     @property
     def pre_proj(self) -> Dense:
-        return self._dense(self.moe_hidden, self.hidden)
+        return self._dense(self.moe_hidden // self.ranks, self.hidden)
 
     @property
     def post_proj(self) -> Dense:
-        return self._dense(self.hidden, self.moe_hidden)
+        return self._dense(self.hidden // self.ranks, self.moe_hidden)
 
     @property
     def qkv_proj(self) -> Dense:
@@ -328,6 +339,31 @@ class Instance:
             "SHARED_BYTES": ring + self.stages * self.stage_bytes,
         }
 
+    # ---- mailboxes (mailbox.cuh) ----
+
+    @property
+    def mail_columns(self) -> dict[str, int]:
+        """Columns of a row that one rank sends, for each exchange point of a layer."""
+        return {
+            "O_PROJ": self.hidden,
+            "PRE_PROJ": self.moe_hidden // self.ranks,
+            "EXPERT": self.moe_hidden,
+            "POST_PROJ": self.hidden // self.ranks,
+        }
+
+    @property
+    def mail_offsets(self) -> dict[str, int]:
+        """First packet of each exchange point in the half of a mailbox that one source fills, and their number."""
+        packets = {name: self.row_cap * columns // PACKET_COLUMNS for name, columns in self.mail_columns.items()}
+        starts = itertools.accumulate(packets.values(), initial=0)
+        names = [f"{name}_MAIL_AT" for name in packets]
+        return dict(zip([*names, "MAIL_PACKETS"], starts, strict=True))
+
+    @property
+    def mail_bytes(self) -> int:
+        """Bytes of a mailbox that one source fills: two halves; 0 without other ranks."""
+        return 2 * self.mail_offsets["MAIL_PACKETS"] * PACKET_BYTES if self.ranks > 1 else 0
+
     # ---- the header ----
 
     def header(self) -> str:
@@ -337,8 +373,9 @@ class Instance:
             "THREADS": self.threads, "HIDDEN": self.hidden, "HEADS": self.heads, "KV_HEADS": self.kv_heads,
             "HEAD_DIM": self.head_dim, "EXPERTS": self.experts, "LOCAL_EXPERTS": self.local_experts,
             "TOP_K": self.top_k, "MOE_HIDDEN": self.moe_hidden, "MOE_INTER": self.moe_inter, "VOCAB": self.vocab,
-            "MIN_SPLIT": self.min_split, "SPLITS_CAP": self.splits_cap, "STAGES": self.stages,
+            "MIN_SPLIT": self.min_split, "SPLITS_CAP": self.splits_cap, "STAGES": self.stages, "RANKS": self.ranks,
         }  # fmt: skip
+        integers |= self.mail_offsets
         for name in ("o_proj", "router", "pre_proj", "post_proj", "qkv_proj", "lm_head"):
             dense: Dense = getattr(self, name)
             integers[f"{name.upper()}_CHUNK"] = dense.chunk

@@ -12,6 +12,7 @@ import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 COUNTER_STRIDE = 32  # words: one 128-byte line per counter, so that a poll never meets another counter's arrivals
 RECORD_WORDS = 8
@@ -57,7 +58,13 @@ SITES: tuple[tuple[str, str], ...] = (
     ("RING_FULL", "a loaded stage of its own ring"),
     ("ROUTING_TABLE", "its own table of active experts"),
     ("EXPERT_ACTIVATION", "the activations of an expert"),
+    ("O_PROJ_MAIL", "the part of o_proj"),
+    ("PRE_PROJ_MAIL", "the columns of pre_expert_proj"),
+    ("EXPERT_MAIL", "the combined experts"),
+    ("POST_PROJ_MAIL", "the columns of post_expert_proj"),
 )
+MAX_RANKS = 8
+PEER_SHIFT = 16  # a fault's site word: the site, and above it 1 + the rank whose packet is missing
 
 # Points of a layer launch's timeline (trace.cuh): each ends the phase of its name on the warps that pass it.
 POINTS: tuple[str, ...] = (
@@ -76,6 +83,15 @@ KERNELS: Mapping[str, tuple[str, ...]] = {
     "head": ("AFTER_EXPERTS", "LOGITS"),
 }
 """Which counters a launch of each kernel advances."""
+
+# What readers of other ranks' packets wait for instead of the counter, where there are other ranks.
+REPLACED_BY_MAIL: Mapping[str, tuple[str, ...]] = {"layer": ("O_PROJ",)}
+
+
+def kernel_counters(kernel: str, ranks: int = 1) -> tuple[str, ...]:
+    """Which counters a launch of `kernel` advances on one of `ranks` ranks."""
+    replaced = REPLACED_BY_MAIL.get(kernel, ()) if ranks > 1 else ()
+    return tuple(name for name in KERNELS[kernel] if name not in replaced)
 
 
 def expected(counter: HandOff, epoch: int, *, sms: int, row_cap: int) -> int:
@@ -116,28 +132,34 @@ PARAMETERS: tuple[tuple[str, str], ...] = (
     ("embedding", "const uint16_t*"), ("lm_head", "const void*"), ("logits", "float*"),
     ("best_scores", "float*"), ("best_ids", "int32_t*"), ("greedy_ids", "int64_t*"),
     ("trace", "uint64_t*"),
+    # where this rank reaches the mailbox of every rank (mailbox.cuh)
+    ("mailboxes", "char*"),
     # numbers
     ("tap_stride", "int64_t"), ("rows", "int32_t"), ("first_expert", "int32_t"), ("window", "int32_t"),
     ("has_next", "int32_t"), ("max_splits", "int32_t"), ("rank", "int32_t"), ("launch", "int32_t"),
-    ("reserved", "int32_t"),
+    ("session", "int32_t"),
 )  # fmt: skip
 
 _C_TYPES = {"uint64_t": ctypes.c_uint64, "int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}
+_COUNTS = {"mailboxes": MAX_RANKS}  # parameters that are arrays
 
 
-def _ctype(c_type: str) -> type:
-    return ctypes.c_void_p if c_type.endswith("*") else _C_TYPES[c_type]
+def _ctype(name: str, c_type: str) -> Any:
+    single: Any = ctypes.c_void_p if c_type.endswith("*") else _C_TYPES[c_type]
+    return single * _COUNTS[name] if name in _COUNTS else single
 
 
 class Params(ctypes.Structure):
     """The parameter block of every kernel; pointers are device addresses (None: null)."""
 
-    _fields_ = tuple((name, _ctype(c_type)) for name, c_type in PARAMETERS)
+    _fields_ = tuple((name, _ctype(name, c_type)) for name, c_type in PARAMETERS)
 
 
 def header() -> str:
     """C++ text of the parameter struct, the counters and the sites; `cfg` must be defined before it."""
-    fields = "\n".join(f"    {c_type} {name};" for name, c_type in PARAMETERS)
+    fields = "\n".join(
+        f"    {c_type} {name}{f'[{_COUNTS[name]}]' if name in _COUNTS else ''};" for name, c_type in PARAMETERS
+    )
     counters = ", ".join(c.name for c in COUNTERS)
     sites = ", ".join(f"{name} = {len(COUNTERS) + i}" for i, (name, _) in enumerate(SITES))
     cases = "".join(f"\n        case Counter::{c.name}: return {c.arrivals.value};" for c in COUNTERS)
@@ -172,13 +194,16 @@ class FaultRecord:
     expected: int
     seen: int
     launch: int
+    peer: int | None = None  # whose packet is missing
 
     @classmethod
     def read(cls, words: list[int]) -> "FaultRecord | None":
         """words: the RECORD_WORDS 64-bit words; None while no complete record is there."""
         if words[7] != RECORD_COMPLETE:
             return None
-        return cls(*words[1:7])
+        rank, cta, site, *others = words[1:7]
+        late, site = divmod(site, 1 << PEER_SHIFT)
+        return cls(rank, cta, site, *others, peer=late - 1 if late else None)
 
     def sentence(self) -> str:
         from sgl_muse_mega.megakernel import draft_protocol  # it builds on this module
@@ -187,6 +212,8 @@ class FaultRecord:
         name, what = names[self.site] if self.site < len(names) else ("?", "something unknown")
         if self.launch >= draft_protocol.FIRST_LAUNCH:
             name, what = draft_protocol.fault_site(self.launch, self.site)
+        if self.peer is not None:
+            what += f" of rank {self.peer}"
         return (
             f"The layer kernel stopped: on rank {self.rank}, CTA {self.cta} of launch {self.launch} of the step waited "
             f"past the deadline for {what} ({name}: expected {self.expected}, saw {self.seen}); restart the process "

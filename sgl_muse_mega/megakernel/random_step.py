@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from sgl_muse_mega.checkpoint.random_weights import random_layer
+from sgl_muse_mega.checkpoint.target import share_layer
 from sgl_muse_mega.config import QuantizationConfig, TargetConfig
 from sgl_muse_mega.megakernel.instance import MAX_ROWS
 from sgl_muse_mega.megakernel.machine import Machine
+from sgl_muse_mega.megakernel.mailbox import Mail
 from sgl_muse_mega.megakernel.step import CACHE_DTYPES, Step
 from sgl_muse_mega.megakernel.weights import KernelLayer, KernelWeights, prepare_layer
 
@@ -63,19 +65,28 @@ def tiny_config(layers: int = 3, *, nvfp4: bool = True, **sizes: int) -> TargetC
 
 
 def random_weights(
-    config: TargetConfig, seed: int, device: torch.device, *, first_expert: int = 0, local_experts: int | None = None
+    config: TargetConfig,
+    seed: int,
+    device: torch.device,
+    *,
+    first_expert: int = 0,
+    local_experts: int | None = None,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> KernelWeights:
-    """Every tensor away from its neutral value; layer i depends on the seed and i alone.
+    """Rank `rank`'s share of random weights; every tensor is away from its neutral value, and layer i depends on the
+    seed and i alone.
 
-    With `local_experts` given, experts are drawn directly in the kernels' layout, which is what makes full-size layers
-    quick to build.
+    With `local_experts` given, one rank's share is drawn directly, the experts in the kernels' layout, which is what
+    makes full-size layers quick to build.
     """
     layers = []
     for index in range(config.num_hidden_layers):
         if local_experts is None:
-            layers.append(prepare_layer(config, random_layer(config, index, seed * 1000 + index + 1, device)))
+            whole = random_layer(config, index, seed * 1000 + index + 1, device)
+            layers.append(prepare_layer(config, share_layer(config, index, whole, rank=rank, ranks=ranks)))
         else:
-            layers.append(_direct_layer(config, index, seed, device, first_expert, local_experts))
+            layers.append(_direct_layer(config, index, seed, device, first_expert, local_experts, ranks))
     generator = torch.Generator(device).manual_seed(seed)
     vocabulary = (config.vocab_size, config.hidden_size)
 
@@ -91,10 +102,15 @@ def random_weights(
 
 
 def _direct_layer(
-    config: TargetConfig, index: int, seed: int, device: torch.device, first_expert: int, local: int
+    config: TargetConfig, index: int, seed: int, device: torch.device, first_expert: int, local: int, ranks: int
 ) -> KernelLayer:
     m, inner = config.moe_hidden_size, config.moe_intermediate_size
-    one = TargetConfig.model_validate(config.model_dump() | {"moe_hidden_size": 64, "moe_intermediate_size": 64})
+    share = {
+        "num_attention_heads": config.num_attention_heads // ranks,
+        "num_key_value_heads": max(1, config.num_key_value_heads // ranks),
+    }
+    small = {"moe_hidden_size": 64, "moe_intermediate_size": 64}
+    one = TargetConfig.model_validate(config.model_dump() | share | small)
     layer = random_layer(one, index, seed * 1000 + index + 1, device)  # everything but the latent sizes
     generator = torch.Generator(device).manual_seed(seed * 7919 + index)
 
@@ -103,10 +119,10 @@ def _direct_layer(
 
     layer = replace(
         layer,
-        pre_expert_proj=normal(m, config.hidden_size, std=config.hidden_size**-0.5),
+        pre_expert_proj=normal(m // ranks, config.hidden_size, std=config.hidden_size**-0.5),
         pre_expert_norm=normal(m, std=0.1),
         post_expert_norm=normal(m, std=0.1),
-        post_expert_proj=normal(config.hidden_size, m, std=m**-0.5),
+        post_expert_proj=normal(config.hidden_size // ranks, m, std=m**-0.5),
         first_expert=first_expert,
     )
     prepared = prepare_layer(config, layer)
@@ -158,6 +174,7 @@ class RandomStep:
         row_cap: int,
         max_context: int,
         kv_dtype: str,
+        mail: Mail | None = None,
         tuning: Mapping[str, Any] = MappingProxyType({}),
     ) -> "RandomStep":
         taps = tuple(range(0, config.num_hidden_layers, 2))
@@ -169,9 +186,10 @@ class RandomStep:
             max_context=max_context + MAX_ROWS,
             kv_dtype=kv_dtype,
             taps=taps,
+            mail=mail,
             tuning=tuning,
         )
-        shape = (max_context + 3 * MAX_ROWS, config.num_key_value_heads, config.head_dim)
+        shape = (max_context + 3 * MAX_ROWS, step.instance.kv_heads, config.head_dim)
         dtype = CACHE_DTYPES[kv_dtype]
         caches = [
             (

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sgl_muse_mega.checkpoint import marlin, nvfp4
 from sgl_muse_mega.megakernel.instance import BLOCK_ROWS, Dense
+from sgl_muse_mega.megakernel.mailbox import LoopBack, read_mail, session_word
 from sgl_muse_mega.megakernel.step import Step
 from sgl_muse_mega.megakernel.weights import KernelLayer
 from sgl_muse_mega.reference import attention, experts, head
@@ -59,6 +60,14 @@ def sum_of_parts(partial: Tensor, dense: Dense, rows: int) -> Tensor:
     return torch.cat(columns, dim=1)[:, : dense.n]
 
 
+def sum_in_order(mail: Tensor) -> Tensor:
+    """f32 [ranks, rows, columns] -> [rows, columns], added in rank order."""
+    total = mail[0].clone()
+    for more in mail[1:]:
+        total += more
+    return total
+
+
 def expert_order(width: int, nvfp4_experts: bool, device: torch.device) -> Tensor:
     """For each input k of an expert row, its place in memory (routing.cuh, expert_position)."""
     k = torch.arange(width, device=device)
@@ -94,6 +103,28 @@ class LayerCheck:
             self.results += qkv_results(self.step, self.index + 1, self.rows, self.caches)
         return self.results
 
+    def _mail(self, point: str) -> Tensor:
+        """What all ranks sent at an exchange point of this launch, f32 [ranks, rows, columns]; raises where a packet of
+        this launch is missing, or in loop-back not what this rank sent."""
+        variant, instance = self.step.variants[self.layer.nvfp4], self.instance
+        epoch = int(variant.control["layer"].epoch) - 1
+        tag = (session_word(self.step.mail.session) + 2 * epoch + 2**31) % 2**32 - 2**31
+        mail = read_mail(
+            variant.mailbox, epoch % 2, instance.mail_offsets[f"{point}_MAIL_AT"], self.rows,
+            instance.mail_columns[point], tag,
+        )  # fmt: skip
+        if isinstance(self.step.mail, LoopBack) and not bool((mail == mail[0]).all()):
+            raise AssertionError(f"the copies of {point} in loop-back differ")
+        return mail
+
+    def _gathered(self, point: str, own: Tensor) -> Tensor:
+        """Rows of all ranks' columns; `own` are this rank's, which it must have sent."""
+        if self.instance.ranks == 1:
+            return own
+        mail = self._mail(point)
+        self._note(f"{point} sent", mail[self.step.mail.rank], own)
+        return torch.cat(tuple(mail), dim=1)
+
     def visible_keys(self) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values [n, kv_heads, 64] f32 of every position a row can see, and the mask [T, n]."""
         inputs, rows = self.step.inputs, self.rows
@@ -121,9 +152,15 @@ class LayerCheck:
 
     def _attention_boundary(self) -> Tensor:
         act, c, layer, rows = self.step.activations, self.config, self.layer, self.rows
-        parts = sum_of_parts(act.o_partial, self.instance.o_proj, rows)
-        self._note("A8 o_proj", parts, linear(act.gated[:rows].float(), layer.o_proj))
-        n = attention.a9_post_attention_norm(NUM.bf(parts), c.post_norm_eps, NUM)
+        z = linear(act.gated[:rows].float(), layer.o_proj)
+        if self.instance.ranks == 1:
+            total = NUM.bf(sum_of_parts(act.o_partial, self.instance.o_proj, rows))
+            self._note("A8 o_proj", total, z)
+        else:
+            mail = self._mail("O_PROJ")
+            self._note("A8 o_proj", mail[self.step.mail.rank], z)
+            total = NUM.bf(sum_in_order(mail))
+        n = attention.a9_post_attention_norm(total, c.post_norm_eps, NUM)
         after = attention.a10_f16_residual(self.stream, n, layer.attention_alpha, layer.attention_beta)
         b = experts.f1_pre_ffn_norm(after, layer.pre_feedforward_norm, c.rms_norm_eps, NUM)
         self._note("A9-F1 boundary", act.router_input[:rows], b)
@@ -142,9 +179,10 @@ class LayerCheck:
         self._note("F4 selection", selection.gather(1, ids), best)
         omega = experts.f5_route_weights(scores, ids, c.routed_scaling_factor)
         self._note("F5 route weights", act.route_weights[:rows], omega)
-        h = sum_of_parts(act.pre_partial, self.instance.pre_proj, rows)
+        h = NUM.bf(sum_of_parts(act.pre_partial, self.instance.pre_proj, rows))
         self._note("F6 pre_expert_proj", h, linear(b, layer.pre_expert_proj))
-        x = experts.f7_pre_expert_norm(NUM.bf(h), layer.pre_expert_norm, c.rms_norm_eps, NUM)
+        h = self._gathered("PRE_PROJ", h)
+        x = experts.f7_pre_expert_norm(h, layer.pre_expert_norm, c.rms_norm_eps, NUM)
         order = expert_order(c.moe_hidden_size, layer.nvfp4, x.device)
         self._note("F7 expert input", act.expert_input[:rows][:, order], x)
 
@@ -182,13 +220,18 @@ class LayerCheck:
             self._note("F8-F9 gate, up, SwiGLU", torch.cat(activated), torch.cat(expected_act))
             self._note("F10 down", torch.cat(outputs), torch.cat(expected_out))
         combined = experts.f12_combine(normed, act.route_weights[:rows], NUM)
-        self._note("F11-F12 combine", act.combined[:rows], combined)
+        if self.instance.ranks > 1:
+            mail = self._mail("EXPERT")
+            self._note("F11-F12 combine, one rank's", mail[self.step.mail.rank], combined)
+            combined = NUM.bf(sum_in_order(mail))
+        self._note("F11-F13 combine", act.combined[:rows], combined)
 
     def _expert_boundary(self, after_attention: Tensor) -> None:
         act, c, layer, rows = self.step.activations, self.config, self.layer, self.rows
-        parts = sum_of_parts(act.post_partial, self.instance.post_proj, rows)
-        self._note("F14 post_expert_proj", parts, linear(act.combined[:rows].float(), layer.post_expert_proj))
-        n = experts.f15_post_ffn_norm(NUM.bf(parts), layer.post_feedforward_norm, c.post_norm_eps, NUM)
+        z = NUM.bf(sum_of_parts(act.post_partial, self.instance.post_proj, rows))
+        self._note("F14 post_expert_proj", z, linear(act.combined[:rows].float(), layer.post_expert_proj))
+        z = self._gathered("POST_PROJ", z)
+        n = experts.f15_post_ffn_norm(z, layer.post_feedforward_norm, c.post_norm_eps, NUM)
         stream = attention.a10_f16_residual(after_attention, n, layer.feedforward_alpha, layer.feedforward_beta)
         self._note("F15-F16 stream", act.stream[:rows], stream)
         if self.index in self.step.taps_after:
@@ -215,7 +258,7 @@ def embed_results(step: Step, rows: int, caches: list[tuple[Tensor, Tensor]]) ->
 def qkv_results(step: Step, index: int, rows: int, caches: list[tuple[Tensor, Tensor]]) -> list[StageResult]:
     """A2-A5 of layer `index`, from the normed rows the kernel wrote."""
     c, act, layer, instance = step.config, step.activations, step.weights.layers[index], step.instance
-    d, heads, kv_heads = c.head_dim, c.num_attention_heads, c.num_key_value_heads
+    d, heads, kv_heads = c.head_dim, instance.heads, instance.kv_heads
     parts = sum_of_parts(act.qkv_partial, instance.qkv_proj, rows)
     results = [compare("A2 q, k, v, gate", parts, linear(act.next_input[:rows].float(), layer.qkv))]
     widths = [heads * d, kv_heads * d, kv_heads * d, heads * d]

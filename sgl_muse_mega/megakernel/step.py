@@ -14,6 +14,7 @@ from sgl_muse_mega.megakernel import protocol, tensors
 from sgl_muse_mega.megakernel.build import Progress, quiet
 from sgl_muse_mega.megakernel.instance import Instance
 from sgl_muse_mega.megakernel.machine import Machine, Module
+from sgl_muse_mega.megakernel.mailbox import Mail, NoMail, session_word
 from sgl_muse_mega.megakernel.protocol import Params
 from sgl_muse_mega.megakernel.scratch import Activations, Control, StepInputs
 from sgl_muse_mega.megakernel.separate import SeparatePhases
@@ -24,9 +25,9 @@ NO_WINDOW = 2**31 - 1
 
 
 class Variant:
-    """A compiled instance with the control words of its kernels."""
+    """A compiled instance with the control words of its kernels and the mailbox of its layers."""
 
-    def __init__(self, instance: Instance, machine: Machine, progress: Progress, epoch: int) -> None:
+    def __init__(self, instance: Instance, machine: Machine, mail: Mail, progress: Progress, epoch: int) -> None:
         self.instance = instance
         self._phases: SeparatePhases | None = None
         whole = instance
@@ -35,6 +36,7 @@ class Variant:
             whole = replace(instance, separate_phases=False)
         self.module: Module = machine.load(whole, progress)
         self.control = {name: Control.allocate(instance, machine.device, epoch) for name in protocol.KERNELS}
+        self.mailbox, self.mailboxes = mail.take(instance.mail_bytes, machine.device)
 
     def launch_layer(self, params: Params) -> None:
         if self._phases:
@@ -61,19 +63,20 @@ class Step:
         max_context: int,
         kv_dtype: str = "bf16",
         taps: tuple[int, ...] = (),
-        rank: int = 0,
+        mail: Mail | None = None,
         progress: Progress = quiet,
         first_epoch: int = 0,
         tuning: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """tuning: fields of `Instance` to change, for kernels under test.
+        """mail: this rank's place among others (None: it is alone); `config` is of the whole model, `weights` are the
+        rank's share. tuning: fields of `Instance` to change, for kernels under test.
 
         Raises UserError when the model's sizes or the tensors do not fit the kernels.
         """
         self.config = config
         self.weights = weights
         self.machine = machine
-        self.rank = rank
+        self.mail: Mail = mail or NoMail()
         device = machine.device
         local = weights.layers[0].down.shape[0]
         self.variants: dict[bool, Variant] = {}
@@ -85,9 +88,10 @@ class Step:
                 row_cap=row_cap,
                 sms=machine.sms,
                 local_experts=local,
+                ranks=self.mail.ranks,
                 **tuning,
             )
-            self.variants[nvfp4] = Variant(instance, machine, progress, first_epoch)
+            self.variants[nvfp4] = Variant(instance, machine, self.mail, progress, first_epoch)
         self.instance = next(iter(self.variants.values())).instance
         for index, layer in enumerate(weights.layers):
             tensors.check_layer(self.variants[layer.nvfp4].instance, index, layer, device)
@@ -196,8 +200,16 @@ class Step:
         params.fault_record = self.machine.fault_record.data_ptr()
         params.deadline_ns = self.machine.deadline_ns
         params.max_splits = self.instance.max_splits
+<<<<<<< HEAD
         params.trace = self.trace[launch].data_ptr() if self.instance.trace else None
         params.rows, params.rank, params.launch = rows, self.rank, launch
+=======
+        params.trace = self.trace.data_ptr() or None
+        for rank, address in enumerate(variant.mailboxes):
+            params.mailboxes[rank] = address
+        params.session = session_word(self.mail.session)
+        params.rows, params.rank, params.launch = rows, self.mail.rank, launch
+>>>>>>> bd90246 (Exchange between ranks: packets with tags, loop-back, split pre and post projections, several ranks on the emulator)
         return params
 
     def _set_next(self, params: Params, index: int) -> None:
