@@ -21,12 +21,14 @@ from sgl_muse_mega.emulator.machine import Schedule
 from sgl_muse_mega.emulator.stepper import Emulator
 from sgl_muse_mega.megakernel import stage_check
 from sgl_muse_mega.megakernel.machine import Machine
+from sgl_muse_mega.megakernel.mailbox import LoopBack
 from sgl_muse_mega.megakernel.random_step import RandomStep, random_weights, spark_config, tiny_config
 from sgl_muse_mega.megakernel.weights import KernelWeights
 
 
-def model(name: str) -> tuple[TargetConfig, int | None]:
-    """Configuration of a named case and how many experts live here (None: all); "-bf16" means BF16 experts."""
+def model(name: str, ranks: int = 1) -> tuple[TargetConfig, int | None]:
+    """Configuration of a named case and how many experts live here (None: all, or an even share); "-bf16" means BF16
+    experts. One rank has the heads of one of four where the size is full."""
     kind, _, experts = name.partition("-")
     nvfp4 = experts != "bf16"
     if kind == "tiny":
@@ -37,6 +39,8 @@ def model(name: str) -> tuple[TargetConfig, int | None]:
             moe_intermediate_size=320, num_local_experts=20, num_experts_per_tok=5, vocab_size=777,
         )  # fmt: skip
         return config, None
+    if ranks > 1:
+        return spark_config(2, nvfp4=nvfp4, heads=128), 256 // ranks
     return spark_config(2, nvfp4=nvfp4), 64 if nvfp4 else 32
 
 
@@ -101,12 +105,14 @@ def numbers(text: str) -> list[int]:
 
 def check_model(machine: Machine, sizes: str, routing: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """All cases of one model; prints the failing ones and returns, per stage, the worst of all comparisons."""
-    config, local_experts = model(sizes)
-    first_expert = local_experts or 0
+    ranks = arguments.ranks
+    rank = 1 if ranks > 1 else 0
+    config, local_experts = model(sizes, ranks)
     weights = random_weights(
-        config, arguments.seed, machine.device, first_expert=first_expert, local_experts=local_experts
-    )
-    weights = rerouted(weights, routing, first_expert)
+        config, arguments.seed, machine.device, first_expert=local_experts or 0, local_experts=local_experts,
+        rank=rank, ranks=ranks,
+    )  # fmt: skip
+    weights = rerouted(weights, routing, weights.layers[0].first_expert)
     stages: dict[str, dict[str, Any]] = {}
     comparisons = failures = 0
     for kv_dtype, row_cap in itertools.product(arguments.kv.split(","), (8, 16)):
@@ -114,8 +120,9 @@ def check_model(machine: Machine, sizes: str, routing: str, arguments: argparse.
         if not wanted:
             continue
         case = RandomStep.create(
-            config, weights, machine, row_cap=row_cap, max_context=max(arguments.contexts), kv_dtype=kv_dtype
-        )
+            config, weights, machine, row_cap=row_cap, max_context=max(arguments.contexts), kv_dtype=kv_dtype,
+            mail=LoopBack(ranks, rank) if ranks > 1 else None,
+        )  # fmt: skip
         for rows, length in itertools.product(wanted, arguments.contexts):
             start = time.monotonic()
             found = check_case(case, rows, length, arguments.seed + 31 * rows + length, routing)
@@ -138,7 +145,7 @@ def check_model(machine: Machine, sizes: str, routing: str, arguments: argparse.
     for name, stage in stages.items():
         print(f"  {name:30s} cosine {stage['cosine']:.7f}  relative rms {stage['relative_rms']:.2e}")
     return {
-        "sizes": sizes, "routing": routing, "rows": arguments.rows, "contexts": arguments.contexts,
+        "sizes": sizes, "ranks": ranks, "routing": routing, "rows": arguments.rows, "contexts": arguments.contexts,
         "caches": arguments.kv.split(","), "comparisons": comparisons, "failures": failures, "stages": stages,
     }  # fmt: skip
 
@@ -151,6 +158,7 @@ def main() -> int:
     parser.add_argument("--contexts", type=numbers, default=numbers("0,63,64,65,300"))
     parser.add_argument("--kv", default="bf16,fp8")
     parser.add_argument("--routing", default="random", help="random, ties, crowd; by commas")
+    parser.add_argument("--ranks", type=int, default=1, help="one rank of so many, which exchanges with itself")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--deadline", type=float, default=5.0, help="seconds a kernel may wait; more under a sanitizer")
     parser.add_argument("--json", type=Path)

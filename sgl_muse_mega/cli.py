@@ -143,6 +143,14 @@ def bench_layer(
     repeats: Annotated[int, typer.Option("--repeats", help="Timed replays of the chain a turn.")] = 8,
     draws: Annotated[int, typer.Option("--draws", help="Different rows, and so routings, taken in turn.")] = 4,
     seed: Annotated[int, typer.Option("--seed", help="Of weights, context and rows.")] = 1,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            "--ranks",
+            help="One rank of 2, 4 or 8 with split projections, which exchanges with itself; 1: the heads and experts "
+            "of one rank of four, whole projections, no exchange.",
+        ),
+    ] = 1,
     check: Annotated[bool, typer.Option(help="Compare stages with the reference, and bits between arms.")] = True,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="A small model on the emulator; its times say nothing.")
@@ -153,12 +161,12 @@ def bench_layer(
     picture: Annotated[Path | None, typer.Option("--picture", help="Draw one layer's timeline (.png, .svg).")] = None,
     save: Annotated[bool, typer.Option("--save", help="Write the results and the named figures.")] = False,
 ) -> None:
-    """Time layers of one rank of four at full size against the memory roof."""
+    """Time layers of one rank at full size against the memory roof."""
     from sgl_muse_mega.commands import bench_layer as command
 
     options = command.Options(
         command.numbers(rows), layers, context, bf16_experts, kv_cache_dtype, tuple(variant or ()), turns, repeats,
-        draws, seed, check, dry_run, save, control, stock, trace, picture,
+        draws, seed, check, dry_run, save, control, stock, trace, picture, ranks,
     )  # fmt: skip
     raise typer.Exit(command.run(options))
 

@@ -29,6 +29,13 @@ DEVICE bool elect_one() {
     return elected != 0;
 }
 
+// The same value, of which the compiler knows nothing from here on: what follows from it is not computed earlier and then
+// held in registers.
+DEVICE uint32_t anew(uint32_t value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 DEVICE void warp_sync() { __syncwarp(); }
 DEVICE void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 

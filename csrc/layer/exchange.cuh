@@ -39,14 +39,15 @@ struct OneRank {
 
 // Several ranks, or one that plays all of them (loop-back): the same code, other addresses.
 struct ManyRanks {
-    static constexpr int IN_FLIGHT = 16;  // packets a thread polls at once: as many as registers allow
+    static constexpr int IN_FLIGHT = 8;  // packets a thread polls at once: as many as registers allow
 
     // o_proj: a block of outputs is one CTA's, which sends it to all ranks as soon as it has it; four lanes share a
     // packet's columns and deal the destinations among each other.
     DEVICE static void run_o_proj(const Params& p, Ring& ring, uint32_t epoch) {
         static_assert(cfg::HIDDEN % BLOCK_ROWS == 0, "all lanes of a warp have an output");
         run_dense<OProj>(p, ring, [&](const DenseTask&, int, int row, int column, float sum) {
-            const int lane = lane_index();
+            const uint32_t launch = anew(epoch);
+            const int lane = static_cast<int>(anew(static_cast<uint32_t>(lane_index())));
             const float neighbour = shuffle_xor(sum, 1);
             const uint32_t pair = lane % 2 == 0 ? pack_bf16x2(sum, neighbour) : pack_bf16x2(neighbour, sum);
             const uint32_t other = shuffle(pair, lane ^ 2);
@@ -54,7 +55,7 @@ struct ManyRanks {
 #pragma unroll
             for (int first = 0; first < cfg::RANKS; first += 4) {
                 const int rank = first + lane % 4;
-                if (rank < cfg::RANKS) mailbox::send<mailbox::OProjSum>(p, epoch, row, column - lane % 4, data, rank);
+                if (rank < cfg::RANKS) mailbox::send<mailbox::OProjSum>(p, launch, row, column / 4, data, rank);
             }
         });
     }
@@ -66,70 +67,90 @@ struct ManyRanks {
     }
     template <class Body>
     DEVICE static void expert_row(const Params& p, uint32_t epoch, int row, Body body) {
-        for_columns<PreProj::N>([&](int, int column) {
-            const float4 part = sum_parts<PreProj>(p.pre_partial, row, column);
-            mailbox::send_to_all<mailbox::PreProjRow>(p, epoch, row, column, pack_bf16x4(part));
+        gather<mailbox::PreProjRow>(p, epoch, row, body, [&](int column) {
+            return sum_parts<PreProj>(p.pre_partial, row, column);
         });
-        gather<mailbox::PreProjRow>(p, epoch, row, body);
     }
     template <class Local, class Body>
     DEVICE static void combined_experts(const Params& p, uint32_t epoch, int row, Local local, Body body) {
-        for_columns<cfg::MOE_HIDDEN>([&](int, int column) {
-            mailbox::send_to_all<mailbox::ExpertSum>(p, epoch, row, column, pack_bf16x4(local(column)));
-        });
+        send<mailbox::ExpertSum>(p, epoch, row, local);
         sum<mailbox::ExpertSum>(p, epoch, row, body);
     }
     template <class Body>
     DEVICE static void expert_branch(const Params& p, uint32_t epoch, int row, Body body) {
-        for_columns<PostProj::N>([&](int, int column) {
-            const float4 part = sum_parts<PostProj>(p.post_partial, row, column);
-            mailbox::send_to_all<mailbox::PostProjRow>(p, epoch, row, column, pack_bf16x4(part));
+        gather<mailbox::PostProjRow>(p, epoch, row, body, [&](int column) {
+            return sum_parts<PostProj>(p.post_partial, row, column);
         });
-        gather<mailbox::PostProjRow>(p, epoch, row, body);
     }
 
   private:
+    // Below MATH_THREADS in the math warps, and for the compiler: where sizes are multiples of it, all that is said of
+    // packets below is constant.
+    DEVICE static int first_packet() {
+        return static_cast<int>(anew(static_cast<uint32_t>(thread_index())) % cfg::MATH_THREADS);
+    }
+
+    DEVICE static constexpr int groups(int packets) { return (packets + cfg::MATH_THREADS - 1) / cfg::MATH_THREADS; }
+
+    // This rank's part of a row to all ranks.
+    template <class Point, class Part>
+    DEVICE static void send(const Params& p, uint32_t epoch, int row, Part part) {
+        epoch = anew(epoch);
+        const int first = first_packet();
+#pragma unroll
+        for (int group = 0; group < groups(Point::PACKETS); ++group) {
+            const int packet = group * cfg::MATH_THREADS + first;
+            if (packet >= Point::PACKETS) continue;
+            mailbox::send_to_all<Point>(p, epoch, row, packet, pack_bf16x4(part(packet * 4)));
+        }
+    }
+
+    // body(group, column, sum of the ranks' four columns).
     template <class Point, class Body>
     DEVICE static void sum(const Params& p, uint32_t epoch, int row, Body body) {
-        using Columns = RowColumns<Point::WIDTH>;
-        constexpr int GROUPS = cfg::RANKS < IN_FLIGHT ? IN_FLIGHT / cfg::RANKS : 1;
-        constexpr int TURN = GROUPS < Columns::GROUPS ? GROUPS : Columns::GROUPS;
+        constexpr int GROUPS = groups(Point::PACKETS);
+        constexpr int MOST = cfg::RANKS < IN_FLIGHT ? IN_FLIGHT / cfg::RANKS : 1;
+        constexpr int TURN = MOST < GROUPS ? MOST : GROUPS;
+        epoch = anew(epoch);
+        const int first = first_packet();
 #pragma unroll
-        for (int first = 0; first < Columns::GROUPS; first += TURN) {
+        for (int start = 0; start < GROUPS; start += TURN) {
             uint2 data[TURN * cfg::RANKS];
-            mailbox::receive<Point>(
-                p, epoch, row, data,
-                [&](int i) {
-                    const int group = first + i / cfg::RANKS;
-                    return group < Columns::GROUPS && Columns::valid(group);
-                },
-                [](int i) { return i % cfg::RANKS; }, [&](int i) { return Columns::column(first + i / cfg::RANKS); });
+            mailbox::receive<Point>(p, epoch, row, first, data, [&](int i) {
+                const int group = start + i / cfg::RANKS, packet = group * cfg::MATH_THREADS + first;
+                return mailbox::Name{packet < Point::PACKETS, i % cfg::RANKS, packet};
+            });
 #pragma unroll
             for (int turn = 0; turn < TURN; ++turn) {
-                const int group = first + turn;
-                if (group >= Columns::GROUPS || !Columns::valid(group)) continue;
+                const int group = start + turn, packet = group * cfg::MATH_THREADS + first;
+                if (packet >= Point::PACKETS) continue;
                 float4 total = unpack_bf16x4(data[turn * cfg::RANKS]);
 #pragma unroll
                 for (int rank = 1; rank < cfg::RANKS; ++rank) {
                     const float4 more = unpack_bf16x4(data[turn * cfg::RANKS + rank]);
                     total = float4{total.x + more.x, total.y + more.y, total.z + more.z, total.w + more.w};
                 }
-                body(group, Columns::column(group), round_bf16(total));
+                body(group, packet * 4, round_bf16(total));
             }
         }
     }
 
-    template <class Point, class Body>
-    DEVICE static void gather(const Params& p, uint32_t epoch, int row, Body body) {
-        using Columns = RowColumns<Point::WIDTH * cfg::RANKS>;
-        uint2 data[Columns::GROUPS];
-        mailbox::receive<Point>(
-            p, epoch, row, data, [](int i) { return Columns::valid(i); },
-            [](int i) { return Columns::column(i) / Point::WIDTH; },
-            [](int i) { return Columns::column(i) % Point::WIDTH; });
+    // body(group, column, four columns of the row that the ranks' parts make up); part(column) are this rank's own.
+    template <class Point, class Body, class Part>
+    DEVICE static void gather(const Params& p, uint32_t epoch, int row, Body body, Part part) {
+        constexpr int PACKETS = Point::PACKETS * cfg::RANKS, GROUPS = groups(PACKETS);
+        send<Point>(p, epoch, row, part);
+        epoch = anew(epoch);
+        const int first = first_packet();
+        uint2 data[GROUPS];
+        mailbox::receive<Point>(p, epoch, row, first, data, [&](int i) {
+            const int packet = i * cfg::MATH_THREADS + first;
+            return mailbox::Name{packet < PACKETS, packet / Point::PACKETS, packet % Point::PACKETS};
+        });
 #pragma unroll
-        for (int group = 0; group < Columns::GROUPS; ++group) {
-            if (Columns::valid(group)) body(group, Columns::column(group), unpack_bf16x4(data[group]));
+        for (int group = 0; group < GROUPS; ++group) {
+            const int packet = group * cfg::MATH_THREADS + first;
+            if (packet < PACKETS) body(group, packet * 4, unpack_bf16x4(data[group]));
         }
     }
 };

@@ -13,67 +13,76 @@
 
 namespace mailbox {
 
-// An exchange point: four neighbouring columns of a row to a packet. WIDTH: columns that one rank sends.
+// An exchange point: four neighbouring columns of a row to a packet. PACKETS: of a row that one rank sends.
 struct OProjSum {
-    static constexpr int AT = cfg::O_PROJ_MAIL_AT, WIDTH = cfg::HIDDEN;
+    static constexpr int AT = cfg::O_PROJ_MAIL_AT, PACKETS = cfg::HIDDEN / 4;
     static constexpr protocol::Site SITE = protocol::Site::O_PROJ_MAIL;
 };
 struct PreProjRow {
-    static constexpr int AT = cfg::PRE_PROJ_MAIL_AT, WIDTH = PreProj::N;
+    static constexpr int AT = cfg::PRE_PROJ_MAIL_AT, PACKETS = PreProj::N / 4;
     static constexpr protocol::Site SITE = protocol::Site::PRE_PROJ_MAIL;
 };
 struct ExpertSum {
-    static constexpr int AT = cfg::EXPERT_MAIL_AT, WIDTH = cfg::MOE_HIDDEN;
+    static constexpr int AT = cfg::EXPERT_MAIL_AT, PACKETS = cfg::MOE_HIDDEN / 4;
     static constexpr protocol::Site SITE = protocol::Site::EXPERT_MAIL;
 };
 struct PostProjRow {
-    static constexpr int AT = cfg::POST_PROJ_MAIL_AT, WIDTH = PostProj::N;
+    static constexpr int AT = cfg::POST_PROJ_MAIL_AT, PACKETS = PostProj::N / 4;
     static constexpr protocol::Site SITE = protocol::Site::POST_PROJ_MAIL;
 };
 
 // Never 0, which a mailbox starts with: the session number is odd.
 DEVICE uint32_t tag(const Params& p, uint32_t epoch) { return static_cast<uint32_t>(p.session) + 2u * epoch; }
 
-// Byte offset of the packet that holds `column` of a row that `source` sends.
+// Bytes from the beginning of a mailbox to packet `packet` of a row that `source` sends in launch `epoch`.
 template <class Point>
-DEVICE int64_t place(uint32_t epoch, int source, int row, int column) {
+DEVICE int64_t place(uint32_t epoch, int source, int row, int packet) {
     const int half = source * 2 + static_cast<int>(epoch & 1u);
-    const int packet = Point::AT + (row * Point::WIDTH + column) / 4;
-    return (static_cast<int64_t>(half) * cfg::MAIL_PACKETS + packet) * PACKET_BYTES;
+    return (static_cast<int64_t>(half * cfg::MAIL_PACKETS) + (Point::AT + row * Point::PACKETS + packet)) * PACKET_BYTES;
 }
 
 template <class Point>
-DEVICE void send(const Params& p, uint32_t epoch, int row, int column, const uint2& data, int destination) {
-    send_packet(p.mailboxes[destination] + place<Point>(epoch, p.rank, row, column), data, tag(p, epoch));
+DEVICE void send(const Params& p, uint32_t epoch, int row, int packet, const uint2& data, int destination) {
+    send_packet(p.mailboxes[destination] + place<Point>(epoch, p.rank, row, packet), data, tag(p, epoch));
 }
 
 // To every rank, this one too: one way to read, and one order of sums.
 template <class Point>
-DEVICE void send_to_all(const Params& p, uint32_t epoch, int row, int column, const uint2& data) {
+DEVICE void send_to_all(const Params& p, uint32_t epoch, int row, int packet, const uint2& data) {
 #pragma unroll
-    for (int rank = 0; rank < cfg::RANKS; ++rank) send<Point>(p, epoch, row, column, data, rank);
+    for (int rank = 0; rank < cfg::RANKS; ++rank) send<Point>(p, epoch, row, packet, data, rank);
 }
 
-// Polls N packets at once until all are of this launch: packet i, where wanted(i), has column `column(i)` of what
-// `source(i)` sent.
-template <class Point, int N, class Wanted, class Source, class Column>
-DEVICE void receive(const Params& p, uint32_t epoch, int row, uint2 (&data)[N], Wanted wanted, Source source,
-                    Column column) {
+// One packet of a row, as its reader names it.
+struct Name {
+    bool wanted;
+    int source, packet;
+};
+
+// Polls packets name(0) .. name(N - 1) of a row at once until all are of this launch. `first`: what the names' numbers
+// have in common, so that addresses differ by constants.
+template <class Point, int N, class Naming>
+DEVICE void receive(const Params& p, uint32_t epoch, int row, int first, uint2 (&data)[N], Naming name) {
+    const char* const base = p.mailboxes[p.rank] + place<Point>(epoch, 0, row, first);
     const uint32_t expected = tag(p, epoch);
     uint32_t seen = expected;
     int late = 0;
     const auto complete = [&] {
+        Packet packet[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const int offset = name(i).source * 2 * cfg::MAIL_PACKETS + (name(i).packet - first);
+            if (name(i).wanted) packet[i] = receive_packet(base + offset * PACKET_BYTES);
+        }
         bool all = true;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            if (!wanted(i)) continue;
-            const Packet packet =
-                receive_packet(p.mailboxes[p.rank] + place<Point>(epoch, source(i), row, column(i)));
-            data[i] = uint2{packet.low, packet.high};
-            if (packet.is(expected)) continue;
+            if (!name(i).wanted) continue;
+            data[i] = uint2{packet[i].low, packet[i].high};
+            if (packet[i].is(expected)) continue;
             all = false;
-            late = source(i);
-            seen = packet.low_tag != expected ? packet.low_tag : packet.high_tag;
+            late = name(i).source;
+            seen = packet[i].low_tag != expected ? packet[i].low_tag : packet[i].high_tag;
         }
         return all;
     };

@@ -125,7 +125,7 @@ DEVICE void after_attention(const Params& p) {
     run([&] {
         boundary::for_owned_rows(
             p, protocol::Counter::AFTER_ATTENTION, [] {},
-            [&](int row, auto ready) { boundary::after_attention_row(p, row, ready); });
+            [&](int row, auto ready) { boundary::after_attention_row(p, NO_EPOCH, row, ready); });
     });
 }
 
@@ -133,7 +133,7 @@ DEVICE void after_experts(const Params& p) {
     run([&] {
         boundary::for_owned_rows(
             p, protocol::Counter::AFTER_EXPERTS, [] {},
-            [&](int row, auto ready) { boundary::after_experts_row(p, row, ready); });
+            [&](int row, auto ready) { boundary::after_experts_row(p, NO_EPOCH, row, ready); });
     });
 }
 

@@ -109,7 +109,9 @@ def share_target(config: TargetConfig, weights: TargetWeights, *, rank: int, ran
     Raises UserError when the model does not divide among the ranks.
     """
     share = _share(config, rank, ranks)
-    top = {field: getattr(weights, field)[entry.part].contiguous() for field, entry in _top_table(config, share).items()}
+    top = {
+        field: getattr(weights, field)[entry.part].contiguous() for field, entry in _top_table(config, share).items()
+    }
     layers = tuple(share_layer(config, i, held, rank=rank, ranks=ranks) for i, held in enumerate(weights.layers))
     return TargetWeights(layers=layers, **top)
 

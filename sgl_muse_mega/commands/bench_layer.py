@@ -1,4 +1,4 @@
-"""`sgl-muse-mega bench layer`: layers of one rank of four at full size against the memory roof, arms in turn."""
+"""`sgl-muse-mega bench layer`: layers of one rank at full size against the memory roof, arms in turn."""
 
 import json
 import statistics
@@ -44,13 +44,14 @@ class Options:
     stock: Path | None = None  # what benchmark/stock_layer.py wrote
     trace: Path | None = None
     picture: Path | None = None
+    ranks: int = 1
 
     def workload(self) -> dict[str, Any]:
         """What every arm is told (`arm.Workload`)."""
         return {
             "rows": list(self.rows), "layers": self.layers, "context": self.context, "nvfp4": not self.bf16_experts,
             "kv": self.kv, "draws": self.draws, "seed": self.seed,
-            "emulated": self.dry_run,
+            "emulated": self.dry_run, "ranks": self.ranks,
         }  # fmt: skip
 
 
@@ -68,6 +69,8 @@ def numbers(text: str) -> tuple[int, ...]:
 def run(options: Options) -> int:
     """Measure, print, and save if asked; 1 when an arm failed or its outputs are wrong. Raises UserError when no arm
     can run."""
+    if options.ranks not in (1, 2, 4, 8):
+        raise UserError(f"A model is split over 1, 2, 4 or 8 ranks and {options.ranks} were asked for.")
     if options.save:
         results.check_writable()
     rival = read_stock(options.stock) if options.stock else {}
@@ -118,8 +121,9 @@ def traced_rows(options: Options) -> int:
 
 def headline(options: Options, machine: dict[str, Any]) -> str:
     kind = "BF16" if options.bf16_experts else "NVFP4"
+    rank = "one rank of four, no exchange" if options.ranks == 1 else f"one rank of {options.ranks}, loop-back exchange"
     return (
-        f"{machine['gpu']}, chain of {options.layers} layers of one rank of four, {kind} experts, context "
+        f"{machine['gpu']}, chain of {options.layers} layers of {rank}, {kind} experts, context "
         f"{options.context}, {options.kv} cache, {options.turns} turns of {options.repeats} replays, {options.draws} "
         f"draws of seed {options.seed}, roof {ROOF_GB_S:.0f} GB/s"
     )
@@ -225,7 +229,9 @@ def ratios(cases: list[Case]) -> Table | None:
 
 
 def figures(options: Options, cases: list[Case]) -> dict[str, Figure]:
-    """The named figures of the first arm; runs at another context or with a short chain have none."""
+    """The named figures of the first arm; runs at another context, with a short chain or of another share have none."""
+    if options.ranks not in (1, 4):
+        return {}
     if options.dry_run or options.layers < 8 or options.context != 2048 or options.kv != "fp8":
         return {}
     own = {case.rows: case for case in cases if case.arm == BASE}

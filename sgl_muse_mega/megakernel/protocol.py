@@ -201,9 +201,9 @@ class FaultRecord:
         """words: the RECORD_WORDS 64-bit words; None while no complete record is there."""
         if words[7] != RECORD_COMPLETE:
             return None
-        rank, cta, site, *others = words[1:7]
+        rank, cta, site, expected, seen, launch = words[1:7]
         late, site = divmod(site, 1 << PEER_SHIFT)
-        return cls(rank, cta, site, *others, peer=late - 1 if late else None)
+        return cls(rank, cta, site, expected, seen, launch, late - 1 if late else None)
 
     def sentence(self) -> str:
         from sgl_muse_mega.megakernel import draft_protocol  # it builds on this module

@@ -200,16 +200,11 @@ class Step:
         params.fault_record = self.machine.fault_record.data_ptr()
         params.deadline_ns = self.machine.deadline_ns
         params.max_splits = self.instance.max_splits
-<<<<<<< HEAD
         params.trace = self.trace[launch].data_ptr() if self.instance.trace else None
-        params.rows, params.rank, params.launch = rows, self.rank, launch
-=======
-        params.trace = self.trace.data_ptr() or None
         for rank, address in enumerate(variant.mailboxes):
             params.mailboxes[rank] = address
         params.session = session_word(self.mail.session)
         params.rows, params.rank, params.launch = rows, self.mail.rank, launch
->>>>>>> bd90246 (Exchange between ranks: packets with tags, loop-back, split pre and post projections, several ranks on the emulator)
         return params
 
     def _set_next(self, params: Params, index: int) -> None:

@@ -168,6 +168,7 @@ def test_names_and_stored_forms_are_those_of_the_specification(tmp_path):
 
 
 QUERY_ROWS, KV_ROWS = ("q_proj", "gate_proj"), ("k_proj", "v_proj")
+SPLIT_ROWS = ("embed_tokens", "lm_head", "gate_up_proj", "down_proj", "pre_expert_proj", "post_expert_proj")
 
 
 @pytest.mark.parametrize("quantised", [False, True])
@@ -183,7 +184,7 @@ def test_shares_of_all_ranks_concatenate_to_the_whole(tmp_path, quantised, ranks
         field = name.split(".")[2] if name.startswith("layers.") else name
         parts = [share[name] for share in shares]
         assert all(part.is_contiguous() for part in parts)
-        if field in QUERY_ROWS or field in ("embed_tokens", "lm_head", "gate_up_proj", "down_proj"):
+        if field in QUERY_ROWS or field in SPLIT_ROWS:
             found = torch.cat([part.view(torch.uint8) for part in parts]).view(expected.dtype)
         elif field in KV_ROWS:
             assert all(same(parts[r], parts[r - r % copies]) for r in range(ranks))
@@ -194,6 +195,17 @@ def test_shares_of_all_ranks_concatenate_to_the_whole(tmp_path, quantised, ranks
             assert all(same(part, expected) for part in parts)
             found = parts[0]
         assert same(found, expected), name
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_shares_of_loaded_weights_are_those_that_are_loaded(tmp_path, quantised):
+    config = saved_target(tmp_path, quantised)
+    whole = target.load_target(tmp_path, config)
+    for rank, ranks in ((0, 1), (1, 2), (2, 4), (7, 8)):
+        assert_same(
+            target.share_target(config, whole, rank=rank, ranks=ranks),
+            target.load_target(tmp_path, config, rank=rank, ranks=ranks),
+        )
 
 
 def test_a_rank_holds_the_kv_head_its_queries_use(tmp_path):

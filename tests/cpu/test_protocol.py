@@ -30,7 +30,7 @@ def test_first_launch_expects_one_round_of_arrivals() -> None:
 def test_header_names_every_counter_site_point_and_parameter() -> None:
     text = protocol.header()
     names = [c.name for c in protocol.COUNTERS] + [name for name, _ in protocol.SITES] + list(protocol.POINTS)
-    names += [f" {name};" for name, _ in protocol.PARAMETERS]
+    names += [f" {name}" + ("[8];" if name == "mailboxes" else ";") for name, _ in protocol.PARAMETERS]
     assert not [name for name in names if name not in text]
 
 

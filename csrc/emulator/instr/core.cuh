@@ -37,6 +37,8 @@ DEVICE int cta_count() { return emulator::current->cta->launch->ctas; }
 DEVICE int population_count(uint32_t bits) { return std::popcount(bits); }
 DEVICE int lowest_bit(uint32_t bits) { return std::countr_zero(bits); }
 
+DEVICE uint32_t anew(uint32_t value) { return value; }
+
 // Places in the text are defaulted arguments, so that a report can name the caller's line.
 DEVICE bool elect_one(emulator::Site site = emulator::Site::current()) {
     emulator::meet(emulator::Meeting::elect, emulator::no_words, site);

@@ -28,14 +28,15 @@ from sgl_muse_mega.megakernel.cuda import CudaMachine
 from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.random_step import RandomStep, random_weights, spark_config, tiny_config
 
-EXPERTS, RANKS = 256, 4
+EXPERTS, HEADS, RANK_OF = 256, 128, 4
 DEADLINE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What an arm runs. `tuning`: fields of the kernels' `Instance` that differ from the default. `emulated`: a small
-    model on the CPU instead, to try the command out."""
+    """What an arm runs. `ranks`: 1 has the heads and experts of one rank of four and exchanges nothing; otherwise one
+    rank of so many, with split projections, which exchanges with itself. `tuning`: fields of the kernels' `Instance`
+    that differ from the default. `emulated`: a small model on the CPU instead, to try the command out."""
 
     rows: list[int]
     layers: int
@@ -44,6 +45,7 @@ class Workload:
     kv: str
     draws: int  # different token rows, and so different routing, taken in turn
     seed: int
+    ranks: int = 1
     tuning: dict[str, Any] = field(default_factory=dict)
     emulated: bool = False
 
@@ -114,22 +116,30 @@ class Planner:
 
 
 class Arm:
-    """Full-size layers of one rank of four; one more than are measured, so that each has a next layer."""
+    """Full-size layers of one rank; one more than are measured, so that each has a next layer."""
 
     def __init__(self, work: Workload) -> None:
         """Raises UserError when the kernels cannot be built or do not fit."""
         self.work = work
         torch.backends.cuda.matmul.allow_tf32 = False
         self.machine: Machine = Emulator() if work.emulated else CudaMachine(deadline_seconds=DEADLINE_SECONDS)
+        extra: dict[str, Any] = {"tuning": work.tuning} if work.tuning else {}
+        share: dict[str, Any] = {}
+        if work.ranks > 1:
+            from sgl_muse_mega.megakernel.mailbox import LoopBack  # a checkout before the exchange has no such module
+
+            share = {"ranks": work.ranks, "rank": 1}
+            extra["mail"] = LoopBack(work.ranks, 1)
         if work.emulated:
             config = tiny_config(work.layers + 1, nvfp4=work.nvfp4)
-            self.weights = random_weights(config, work.seed, self.machine.device)
+            self.weights = random_weights(config, work.seed, self.machine.device, **share)
         else:
-            config, local = spark_config(work.layers + 1, nvfp4=work.nvfp4, experts=EXPERTS), EXPERTS // RANKS
+            heads = HEADS if work.ranks > 1 else HEADS // RANK_OF
+            config = spark_config(work.layers + 1, nvfp4=work.nvfp4, experts=EXPERTS, heads=heads)
+            local = EXPERTS // (work.ranks if work.ranks > 1 else RANK_OF)
             self.weights = random_weights(
-                config, work.seed, self.machine.device, first_expert=local, local_experts=local
+                config, work.seed, self.machine.device, first_expert=local, local_experts=local, **share
             )
-        extra: dict[str, Any] = {"tuning": work.tuning} if work.tuning else {}
         self.cases: dict[int, RandomStep] = {}
         self.tokens: dict[int, Tensor] = {}  # int64 [draws, row_cap]
         self.recorded: dict[tuple[int, int], Recorded] = {}
