@@ -1,11 +1,13 @@
 """Why a server cannot run the plugin, as sentences for the person who starts it; all of them at once."""
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from sgl_muse_mega import toolchain
 from sgl_muse_mega.config import TargetConfig
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.instance import MAX_ROWS, Instance
@@ -25,7 +27,19 @@ def config_disable_reasons(cfg: Any, hf_config: Any) -> list[str]:
     """
     found = [
         reason
-        for check in (_version, _chip, _model, _experts, _speculation, _attention, _cache, _graphs, _outputs, _step)
+        for check in (
+            _version,
+            _chip,
+            _tools,
+            _model,
+            _experts,
+            _speculation,
+            _attention,
+            _cache,
+            _graphs,
+            _outputs,
+            _step,
+        )
         for reason in check(cfg, hf_config)
     ]
     if not found:
@@ -50,6 +64,25 @@ def _chip(cfg: Any, hf_config: Any) -> Iterator[str]:
             "this GPU is a GB300 or B300 (sm_103), where the kernels have never run; set "
             f"{switches.EXPERIMENTAL_SM103}=1 to try them, and check the text against SGLang's own"
         )
+
+
+def _tools(cfg: Any, hf_config: Any) -> Iterator[str]:
+    nvcc = toolchain.find_nvcc()
+    if nvcc.path is None:
+        yield (
+            f"the kernels are compiled at the first start and nvcc was not found ({nvcc.source}); install the CUDA "
+            "toolkit 13 or `pip install nvidia-cuda-nvcc`, or set CUDA_HOME"
+        )
+    if not _has_bindings():
+        yield "cuda-bindings is not installed, which launches the kernels; run pip install 'sgl-muse-mega[cuda]'"
+    folder = toolchain.cache_directory()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(existing, os.W_OK):
+        yield f"the kernel cache {folder} cannot be written; set SGL_MUSE_MEGA_CACHE to a folder of yours"
+
+
+def _has_bindings() -> bool:
+    return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
 
 
 def _model(cfg: Any, hf_config: Any) -> Iterator[str]:

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from sgl_muse_mega.toolchain import Nvcc
+
 ROOT = Path(__file__).parents[2]
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
@@ -95,6 +97,9 @@ def _device(monkeypatch: pytest.MonkeyPatch, isa: str) -> None:
     from sglang.srt.kernel_plugins.nvidia import binding
 
     monkeypatch.setattr(binding, "device_isa", lambda: isa)
+    tools = Nvcc(Path("/usr/local/cuda/bin/nvcc"), "PATH")
+    monkeypatch.setattr("sgl_muse_mega.toolchain.find_nvcc", lambda: tools)
+    monkeypatch.setattr("sgl_muse_mega.serving.reasons._has_bindings", lambda: True)
 
 
 @pytest.fixture(autouse=True)

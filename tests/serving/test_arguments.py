@@ -11,6 +11,7 @@ from conftest import _device
 
 from sgl_muse_mega.checkpoint import tiny
 from sgl_muse_mega.serving import reasons, switches
+from sgl_muse_mega.toolchain import Nvcc
 
 pytestmark = pytest.mark.usefixtures("plugins")
 
@@ -186,6 +187,20 @@ def test_environment(resolved: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("SGLANG_USE_HND_KVCACHE")
     monkeypatch.setattr(reasons, "SGLANG_VERSION", "0.5.99")
     assert "install sglang==0.5.99" in reasons.config_disable_reasons(*resolved)[0]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_tools(resolved: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that would stop the build after the weights are loaded, before they are."""
+    monkeypatch.setattr("sgl_muse_mega.toolchain.find_nvcc", lambda: Nvcc(None, "CUDA_HOME is set but empty"))
+    monkeypatch.setattr(reasons, "_has_bindings", lambda: False)
+    monkeypatch.setenv("SGL_MUSE_MEGA_CACHE", "/proc/kernels")
+    monkeypatch.setattr("os.access", lambda path, _mode: str(path) != "/proc")
+    found = reasons.config_disable_reasons(*resolved)
+    assert [
+        part in reason for part, reason in zip(("nvcc", "sgl-muse-mega[cuda]", "/proc/kernels"), found, strict=True)
+    ]
+    assert "CUDA_HOME is set but empty" in found[0]
 
 
 @pytest.mark.usefixtures("hopper")
