@@ -3,7 +3,7 @@
 #include "step/head.cuh"
 #include "step/verify_head.cuh"
 
-KERNEL(draft_layer_kernel, Params, cfg::THREADS) { draft::layer(p); }
+KERNEL(draft_block_kernel, Params, cfg::THREADS) { draft::block(p); }
 KERNEL(draft_head_kernel, Params, cfg::THREADS) { draft::head(p); }
 KERNEL(verify_head_kernel, Params, cfg::THREADS) { verify_head::run(p); }
 KERNEL(draft_context_kernel, Params, cfg::THREADS) { draft::context(p); }

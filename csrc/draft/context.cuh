@@ -1,7 +1,7 @@
 // Section 7.1: the committed rows' taps to K and V of every draft layer, written to the draft's cache.
 // All rows of the verify step are computed, the committed ones are written: their number is in device memory.
 #pragma once
-#include "layer.cuh"
+#include "block.cuh"
 
 namespace draft {
 
@@ -17,8 +17,7 @@ DEVICE void context_row(const Params& p, int row) {
     });
     const float scale = reciprocal_root(row_sum(squares, 0) / cfg::HIDDEN + cfg::RMS_EPS);
     for_columns<cfg::HIDDEN>([&](int i, int column) {
-        store_bf16x4(p.context + row * cfg::HIDDEN + column,
-                     times(times(c[i], scale), load_bf16x4(p.hidden_norm + column)));
+        tokens::store(p.context, row, column, times(times(c[i], scale), load_bf16x4(p.hidden_norm + column)));
     });
 }
 
@@ -35,9 +34,9 @@ DEVICE void store_context(const Params& p, uint32_t epoch) {
         const int64_t slot = global_load(p.page_table + start + row);
         heads::Values x = heads::load<ContextKv>(p.context_partial + layer * CONTEXT_PARTIAL, row, head);
         if (is_key) {
-            x = heads::norm_and_rotate(x, p.context_key_norm[layer], p.rope + (start + row) * cfg::HEAD_DIM);
+            x = heads::norm_and_rotate(x, p.key_norm[layer], p.rope + (start + row) * cfg::HEAD_DIM);
         }
-        uint16_t* cache = is_key ? p.context_key_cache[layer] : p.context_value_cache[layer];
+        uint16_t* cache = is_key ? p.key_cache[layer] : p.value_cache[layer];
         heads::store(cache + (slot * cfg::KV_HEADS + head % cfg::KV_HEADS) * cfg::HEAD_DIM, x);
     }
 }
@@ -59,13 +58,13 @@ DEVICE void context(const Params& p) {
         fence_generic_to_async();
         load_tokens<Fusion>(p, ring, p.taps, policy);
         wait_rows(p, Counter::CONTEXT, epoch);
-        for (int layer = 0; layer < cfg::LAYERS; ++layer) load_tokens<ContextKv>(p, ring, p.context, policy);
+        for (int layer = 0; layer < cfg::LAYERS; ++layer) tokens::load_chunks<ContextKv>(p, ring, p.context, policy);
         return;
     }
     run_product_to<Fusion>(p, ring, p.fusion_partial, Counter::FUSION);
     convolution::for_owned_rows(
         p, Counter::CONTEXT, [&] { wait_counter_math(p, Counter::FUSION, epoch); },
-        [&](int row) { context_row(p, row); });
+        [&](int row) { context_row(p, row); }, [&](int row) { convolution::clear_row(p.context, row); });
     for (int layer = 0; layer < cfg::LAYERS; ++layer) {
         run_parts<ContextKv>(p, ring, p.context_partial + layer * CONTEXT_PARTIAL);
     }

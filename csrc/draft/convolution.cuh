@@ -1,9 +1,9 @@
-// The two-tap convolution over the rows of one block, and the row operations round it (B1, B3, B7-B9, B11).
+// The two-tap convolution over the rows of one block, and the rows that a block begins with (B1-B3).
 // conv(x)_t = (base_0 + D_0) x_t + (base_1 + D_1) x_{t-1} per channel, fp32 with one rounding; the row before the
 // block's first is zero. D comes from the sublayer's input and is bf16.
 #pragma once
-#include "layer/row.cuh"
 #include "products.cuh"
+#include "tokens.cuh"
 
 namespace convolution {
 
@@ -38,51 +38,27 @@ DEVICE float* output_tap(const Params& p, int row, int tap, int column) {
 }
 
 // B3: all CTAs share the rows' columns.
-DEVICE void run_input_side(const Params& p, const uint16_t* x, const float* partial, const uint16_t* base,
+DEVICE void run_input_side(const Params& p, uint16_t* x, const float* partial, const uint16_t* base,
                            protocol::Counter taps, protocol::Counter done, uint32_t epoch) {
     wait_counter_math(p, taps, epoch);
     constexpr int QUADS = cfg::HIDDEN / 4;
     const int first = cta_index() * cfg::MATH_THREADS + thread_index();
-    for (int i = first; i < p.rows * QUADS; i += cfg::SMS * cfg::MATH_THREADS) {
+    for (int i = first; i < cfg::ROW_CAP * QUADS; i += cfg::SMS * cfg::MATH_THREADS) {
         const int row = i / QUADS, column = i % QUADS * 4;
-        const uint16_t* at = x + row * cfg::HIDDEN + column;
-        const float4 previous = row > 0 ? load_bf16x4(at - cfg::HIDDEN) : float4{0.f, 0.f, 0.f, 0.f};
+        if (row >= p.rows) {
+            tokens::clear(p.convolved, row, column);
+            continue;
+        }
+        const float4 previous = row > 0 ? tokens::load(x, row - 1, column) : float4{0.f, 0.f, 0.f, 0.f};
         const float d0 = dynamic_tap(partial, row, INPUT, 0, column), d1 = dynamic_tap(partial, row, INPUT, 1, column);
-        store_bf16x4(p.convolved + row * cfg::HIDDEN + column,
-                     convolve(base, INPUT, column, d0, d1, load_bf16x4(at), previous));
+        tokens::store(p.convolved, row, column,
+                      convolve(base, INPUT, column, d0, d1, tokens::load(x, row, column), previous));
         if (column % cfg::CONV_GROUP == 0) {
             global_store(output_tap(p, row, 0, column), dynamic_tap(partial, row, OUTPUT, 0, column));
             global_store(output_tap(p, row, 1, column), dynamic_tap(partial, row, OUTPUT, 1, column));
         }
     }
     arrive_math(p, done);
-}
-
-// B7, B8 or the end of B10, B11: the sublayer's output into the residual, and the norm of what follows.
-template <class G>
-DEVICE void residual_row(const Params& p, int row, const float* output, const uint16_t* base, const uint16_t* norm,
-                         uint16_t* normed) {
-    uint16_t* residual = p.residual + row * cfg::HIDDEN;
-    float squares = 0.f;
-    // Two column groups at a time; the new residual is read back, as registers do not hold a row beside the parts.
-#pragma unroll 2
-    for (int column = thread_index() * 4; column < cfg::HIDDEN; column += cfg::MATH_THREADS * 4) {
-        const float4 y = round_bf16(sum_parts<G>(output, row, column));
-        const float4 previous =
-            row > 0 ? round_bf16(sum_parts<G>(output, row - 1, column)) : float4{0.f, 0.f, 0.f, 0.f};
-        const float d0 = global_load(output_tap(p, row, 0, column)), d1 = global_load(output_tap(p, row, 1, column));
-        const float4 branch = convolve(base, OUTPUT, column, d0, d1, y, previous);
-        const float4 s = load_bf16x4(residual + column);
-        const float4 h = round_bf16(float4{s.x + branch.x, s.y + branch.y, s.z + branch.z, s.w + branch.w});
-        store_bf16x4(residual + column, h);
-        squares += square_sum(h);
-    }
-    const float scale = reciprocal_root(row_sum(squares, 0) / cfg::HIDDEN + cfg::RMS_EPS);
-#pragma unroll 4
-    for (int column = thread_index() * 4; column < cfg::HIDDEN; column += cfg::MATH_THREADS * 4) {
-        store_bf16x4(normed + row * cfg::HIDDEN + column,
-                     times(times(load_bf16x4(residual + column), scale), load_bf16x4(norm + column)));
-    }
 }
 
 // h0 and B1 of the first layer. Row 0 is the anchor, the others are the mask token.
@@ -108,22 +84,32 @@ DEVICE void embed_row(const Params& p, int row) {
     });
     const float scale = reciprocal_root(row_sum(squares, 1) / cfg::HIDDEN + cfg::RMS_EPS);
     for_columns<cfg::HIDDEN>([&](int i, int column) {
-        store_bf16x4(p.input + row * cfg::HIDDEN + column,
-                     times(times(h[i], scale), load_bf16x4(p.input_norm + column)));
+        tokens::store(p.input, row, column, times(times(h[i], scale), load_bf16x4(p.input_norm + column)));
     });
 }
 
 // The rows this CTA owns. Every row of the capacity arrives, so that the counter's growth does not depend on the rows.
-template <class Ready, class RowOperation>
-DEVICE void for_owned_rows(const Params& p, protocol::Counter counter, Ready ready, RowOperation row_operation) {
+// row_operation(row) for the launch's rows, beyond(row) for the others.
+template <class Ready, class RowOperation, class Beyond>
+DEVICE void for_owned_rows(const Params& p, protocol::Counter counter, Ready ready, RowOperation row_operation,
+                           Beyond beyond) {
     bool waited = false;
     for (int row = 0; row < cfg::ROW_CAP; ++row) {
         if (!owns_row(row)) continue;
         if (!waited) ready();
         waited = true;
-        if (row < p.rows) row_operation(row);
+        if (row < p.rows) {
+            row_operation(row);
+        } else {
+            beyond(row);
+        }
         arrive_math(p, counter);
     }
+}
+
+// All math warps: a row of `rows` that the launch does not have.
+DEVICE void clear_row(uint16_t* rows, int row) {
+    for_columns<cfg::HIDDEN>([&](int, int column) { tokens::clear(rows, row, column); });
 }
 
 }  // namespace convolution

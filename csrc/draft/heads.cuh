@@ -61,7 +61,7 @@ DEVICE void store(uint16_t* head, const Values& x) {
 }
 
 // Queries, keys and values of the block's rows.
-DEVICE void run(const Params& p, uint32_t epoch) {
+DEVICE void run(const Params& p, int layer, uint32_t epoch) {
     constexpr int UNITS = cfg::HEADS + 2 * cfg::KV_HEADS;
     wait_counter_math(p, protocol::Counter::QKV, epoch);
     const int length = global_load(p.length);
@@ -70,10 +70,10 @@ DEVICE void run(const Params& p, uint32_t epoch) {
         const float* angles = p.rope + static_cast<int64_t>(length + row) * cfg::HEAD_DIM;
         Values x = load<Qkv>(p.qkv_partial, row, head);
         if (head < cfg::HEADS) {
-            store(p.query + (row * cfg::HEADS + head) * cfg::HEAD_DIM, norm_and_rotate(x, p.query_norm, angles));
+            store(p.query + (row * cfg::HEADS + head) * cfg::HEAD_DIM, norm_and_rotate(x, p.query_norm[layer], angles));
         } else if (head < cfg::HEADS + cfg::KV_HEADS) {
             store(p.block_keys + (row * cfg::KV_HEADS + head - cfg::HEADS) * cfg::HEAD_DIM,
-                  norm_and_rotate(x, p.key_norm, angles));
+                  norm_and_rotate(x, p.key_norm[layer], angles));
         } else {
             store(p.block_values + (row * cfg::KV_HEADS + head - cfg::HEADS - cfg::KV_HEADS) * cfg::HEAD_DIM, x);
         }

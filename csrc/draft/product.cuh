@@ -4,8 +4,8 @@
 // Lane 4 g + t has inputs 8 t .. 8 t + 7 of the step. Sums are made in the order of layer/gemm.cuh.
 #pragma once
 #include "layer/gemm.cuh"
-#include "layer/load.cuh"
 #include "products.cuh"
+#include "tokens.cuh"
 
 template <class G>
 constexpr int CHUNK_BYTES = BLOCK_ROWS * G::CHUNK * 2;
@@ -33,16 +33,20 @@ DEVICE void load_product(const Params& p, Ring& ring, const void* weights, uint6
 }
 
 // This warp's 16 rows and its share of the chunk's inputs.
-template <int CHUNK, int NT>
-DEVICE void accumulate_fragments(float (&acc)[NT][4], uint32_t weights, uint32_t tokens) {
-    constexpr int ALL_STEPS = CHUNK / 32, STEPS = ALL_STEPS / K_PARTS;
+template <class G, int NT>
+DEVICE void accumulate_fragments(float (&acc)[NT][4], uint32_t weights, uint32_t rows) {
+    constexpr int ALL_STEPS = G::CHUNK / 32, STEPS = ALL_STEPS / K_PARTS;
     constexpr uint32_t HALF_BYTES = WARP * 16;
     const int tile = warp_index() % BLOCK_TILES, k_part = warp_index() / BLOCK_TILES;
     const uint32_t mine = weights + (tile * ALL_STEPS + k_part * STEPS) * 2 * HALF_BYTES + lane_index() * 16;
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         uint4 x[NT];
-        read_tokens<NT, CHUNK * 2>(x, tokens, (k_part * STEPS + step) * 64);
+        if constexpr (G::ROW_MAJOR) {
+            read_tokens<NT, G::CHUNK * 2>(x, rows, (k_part * STEPS + step) * 64);
+        } else {
+            tokens::read(x, rows, k_part * STEPS + step);
+        }
         const uint32_t at = mine + step * 2 * HALF_BYTES;
         multiply_32(acc, shared_load<uint4>(at), shared_load<uint4>(at + HALF_BYTES), x);
     }
@@ -60,7 +64,7 @@ DEVICE void run_product(const Params& p, Ring& ring, Finish finish) {
         clear(acc);
         for (int chunk = task.chunk; chunk < task.chunk_end; ++chunk) {
             ring.wait_full(p);
-            accumulate_fragments<G::CHUNK>(acc, ring.weights(), ring.tokens());
+            accumulate_fragments<G>(acc, ring.weights(), ring.tokens());
             ring.release();
         }
         park(acc, k_part * BLOCK_ROWS + tile * 16);

@@ -6,6 +6,7 @@ template <int ROWS, int INPUTS, int CHUNK_INPUTS, int MOST_PARTS, bool WHOLE>
 struct Product {
     static constexpr int N = ROWS, K = INPUTS, CHUNK = CHUNK_INPUTS, PARTS = MOST_PARTS;
     static constexpr bool WIDE = false, WHOLE_K = WHOLE;
+    static constexpr bool ROW_MAJOR = false;  // token rows [T, K] instead of operand order (tokens.cuh)
 };
 
 constexpr int HEADS_WIDTH = cfg::HEADS * cfg::HEAD_DIM, KV_WIDTH = cfg::KV_HEADS * cfg::HEAD_DIM;
@@ -20,7 +21,9 @@ struct Output : Product<cfg::HIDDEN, HEADS_WIDTH, cfg::OUTPUT_CHUNK, cfg::OUTPUT
 struct GateUp : Product<2 * cfg::INTER, cfg::HIDDEN, cfg::GATE_UP_CHUNK, cfg::GATE_UP_PARTS, false> {};
 struct Down : Product<cfg::HIDDEN, cfg::INTER, cfg::DOWN_CHUNK, cfg::DOWN_PARTS, false> {};
 // Section 7.1: the taps to one row, and that row to k | v of one layer.
-struct Fusion : Product<cfg::HIDDEN, cfg::TAPS * cfg::HIDDEN, cfg::FUSION_CHUNK, cfg::FUSION_PARTS, false> {};
+struct Fusion : Product<cfg::HIDDEN, cfg::TAPS * cfg::HIDDEN, cfg::FUSION_CHUNK, cfg::FUSION_PARTS, false> {
+    static constexpr bool ROW_MAJOR = true;  // the target's layers write them
+};
 struct ContextKv : Product<2 * KV_WIDTH, cfg::HIDDEN, cfg::CONTEXT_KV_CHUNK, cfg::CONTEXT_KV_PARTS, false> {};
 // Section 7.3.
 struct SelectorState : Product<cfg::RANK, cfg::HIDDEN, cfg::SELECTOR_CHUNK, cfg::SELECTOR_PARTS, false> {};

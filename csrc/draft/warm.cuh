@@ -1,8 +1,7 @@
-// Brings into L2 what the row operations and the attention of a layer will read from HBM with nothing to hide it
-// behind.
+// Brings into L2 what the row operations of a layer would read from HBM with nothing to hide it behind.
 #pragma once
-#include "attention.cuh"
 #include "instr/bulk.cuh"
+#include "layer/wait.cuh"
 
 namespace warm {
 
@@ -14,26 +13,13 @@ DEVICE void ask(const void* array, int bytes) {
     if (at < bytes) bulk_prefetch(static_cast<const char*>(array) + at, bytes - at < PIECE ? bytes - at : PIECE);
 }
 
-// One warp: the CTA's share of the layer's small weights.
-DEVICE void small_weights(const Params& p) {
+// One warp: the CTA's share of a layer's small weights.
+DEVICE void small_weights(const Params& p, int layer) {
     constexpr int ROW = cfg::HIDDEN * 2;
-    ask(p.attention_base, 4 * ROW);
-    ask(p.mlp_base, 4 * ROW);
-    ask(p.post_attention_norm, ROW);
-    ask(p.next_norm, ROW);
-}
-
-// One warp: this CTA's share of the context's keys and values, all KV heads of a position at a time.
-DEVICE void context(const Params& p) {
-    constexpr int LINE = cfg::KV_HEADS * cfg::HEAD_DIM;
-    const attention::Range range(p);
-#pragma unroll 1
-    for (int index = range.first + cta_index() + cfg::SMS * lane_index(); index < range.length;
-         index += cfg::SMS * WARP) {
-        const int64_t slot = global_load(p.page_table + index);
-        bulk_prefetch(p.key_cache + slot * LINE, LINE * 2);
-        bulk_prefetch(p.value_cache + slot * LINE, LINE * 2);
-    }
+    ask(p.attention_base[layer], 4 * ROW);
+    ask(p.mlp_base[layer], 4 * ROW);
+    ask(p.post_attention_norm[layer], ROW);
+    ask(p.next_norm[layer], ROW);
 }
 
 }  // namespace warm

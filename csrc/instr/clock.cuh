@@ -16,4 +16,7 @@ DEVICE void linger(uint64_t nanoseconds) {
     while (global_nanoseconds() - start < nanoseconds) {
     }
 }
-DEVICE void trap() { asm volatile("trap;"); }
+DEVICE void trap() {
+    asm volatile("trap;");
+    __builtin_unreachable();
+}

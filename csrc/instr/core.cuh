@@ -17,6 +17,12 @@ DEVICE int lane_index() { return static_cast<int>(threadIdx.x) % WARP; }
 DEVICE int warp_index() { return static_cast<int>(threadIdx.x) / WARP; }
 DEVICE int cta_index() { return static_cast<int>(blockIdx.x); }
 
+// The same value, of which the compiler knows nothing: what is computed from it is not computed ahead of a loop and kept.
+DEVICE int opaque(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 DEVICE int population_count(uint32_t bits) { return __popc(bits); }
 DEVICE int lowest_bit(uint32_t bits) { return __ffs(static_cast<int>(bits)) - 1; }
 

@@ -1,6 +1,7 @@
-// The draft's head launch: scores of the block's rows after the anchor, candidates, lattice and walk.
+// The draft's head launch: scores of the block's rows after the anchor, which the block launch left as rows 0 ..,
+// candidates, lattice and walk.
 #pragma once
-#include "draft/layer.cuh"
+#include "draft/block.cuh"
 #include "selector.cuh"
 
 namespace draft {
@@ -17,26 +18,25 @@ DEVICE void head(const Params& p) {
         return;
     }
     const uint32_t epoch = begin_epoch(p);
-    const uint16_t* rows = p.input + cfg::HIDDEN;  // row 0, the anchor's, proposes nothing
     if (warp == TOKEN_LOADER) {
         const uint64_t policy = eviction_policy(Keep::last_out);
         fence_generic_to_async();
-        load_tokens<SelectorState>(p, ring, rows, policy);
-        load_tokens<LmHead>(p, ring, rows, policy);
+        tokens::load_chunks<SelectorState>(p, ring, p.input, policy);
+        tokens::load_chunks<LmHead>(p, ring, p.input, policy);
         return;
     }
     run_product_to<SelectorState>(p, ring, p.selector_partial, Counter::SELECTOR_STATE);
     selector::run_scores(p, ring);
     convolution::for_owned_rows(
         p, Counter::CHOSEN, [&] { wait_counter_math(p, Counter::SCORES, epoch); },
-        [&](int slot) { selector::choose(p, slot); });
+        [&](int slot) { selector::choose(p, slot); }, [](int) {});
     convolution::for_owned_rows(
         p, Counter::LATTICE,
         [&] {
             wait_counter_math(p, Counter::SELECTOR_STATE, epoch);
             wait_counter_math(p, Counter::CHOSEN, epoch);
         },
-        [&](int slot) { selector::score_pairs(p, slot); });
+        [&](int slot) { selector::score_pairs(p, slot); }, [](int) {});
     if (cta_index() != 0) return;
     wait_counter_math(p, Counter::LATTICE, epoch);
     if (warp_index() == 0) selector::walk(p);

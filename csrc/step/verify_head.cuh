@@ -1,7 +1,7 @@
 // O1-O3 of the target over its head in fragment order: the same bits as the target's own head launch, which reads the
 // row-major head.
 #pragma once
-#include "draft/layer.cuh"
+#include "draft/block.cuh"
 #include "top_k.cuh"
 
 namespace verify_head {
@@ -19,8 +19,7 @@ DEVICE void norm_row(const Params& p, int row) {
     });
     const float scale = reciprocal_root(row_sum(squares, 0) / cfg::HIDDEN + cfg::TARGET_EPS);
     for_columns<cfg::HIDDEN>([&](int i, int column) {
-        store_bf16x4(p.input + row * cfg::HIDDEN + column,
-                     times(times(s[i], scale), load_bf16x4(p.final_norm + column)));
+        tokens::store(p.input, row, column, times(times(s[i], scale), load_bf16x4(p.final_norm + column)));
     });
 }
 
@@ -69,10 +68,12 @@ DEVICE void run(const Params& p) {
     const uint32_t epoch = draft::begin_epoch(p);
     if (warp == draft::TOKEN_LOADER) {
         wait_rows(p, Counter::NORMED, epoch);
-        load_tokens<LmHead>(p, ring, p.input, eviction_policy(Keep::last_out));
+        tokens::load_chunks<LmHead>(p, ring, p.input, eviction_policy(Keep::last_out));
         return;
     }
-    convolution::for_owned_rows(p, Counter::NORMED, [] {}, [&](int row) { norm_row(p, row); });
+    convolution::for_owned_rows(
+        p, Counter::NORMED, [] {}, [&](int row) { norm_row(p, row); },
+        [&](int row) { convolution::clear_row(p.input, row); });
     run_logits(p, ring);
     wait_counter_math(p, Counter::SCORES, epoch);
     for (int row = 0; row < p.rows; ++row) {

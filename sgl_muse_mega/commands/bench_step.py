@@ -150,13 +150,9 @@ def stretches_draft(loop: DecodeLoop, options: Options) -> list[Stretch]:
     kv_rows = 2 * draft.config.num_key_value_heads * draft.config.head_dim
     context = _size(draft.weights.fusion) + len(layers) * kv_rows * draft.config.hidden_size * 2
 
-    def block() -> None:
-        for index in range(len(layers)):
-            draft.launch_layer(index, width)
-
     head = _size(draft.weights.lm_head, draft.weights.hidden_projection)
     return [
-        ("draft layers", len(layers), sum(layers), block),
+        ("draft layers", 1, sum(layers), lambda: draft.launch_block(width)),
         ("draft head", 1, head, lambda: draft.launch_head(width)),
         ("draft context", 1, context, lambda: draft.launch_context(width)),
     ]

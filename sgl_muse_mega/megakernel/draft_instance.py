@@ -39,7 +39,7 @@ class DraftInstance:
 
     source: ClassVar[str] = "draft.cu"
     kernels: ClassVar[tuple[str, ...]] = (
-        "draft_layer_kernel", "draft_head_kernel", "verify_head_kernel", "draft_context_kernel"
+        "draft_block_kernel", "draft_head_kernel", "verify_head_kernel", "draft_context_kernel"
     )  # fmt: skip
 
     hidden: int
@@ -65,7 +65,7 @@ class DraftInstance:
     row_cap: int
     sms: int
     math_warps: int = 8
-    kv_split: int = 128
+    kv_split: int = 64  # keys of a stage of the ring
     trace: bool = False
 
     @classmethod
@@ -141,8 +141,13 @@ class DraftInstance:
 
     @property
     def max_splits(self) -> int:
-        """Most key splits a block can touch: the window and the block's own rows, not aligned to a split."""
-        return math.ceil((self.window + self.row_cap) / self.kv_split) + 1
+        """Most key splits a block can touch: the window, not aligned to a split, and the block's own rows."""
+        return math.ceil(self.window / self.kv_split) + 2
+
+    @property
+    def row_shares(self) -> int:
+        """CTAs that share a row's residual and norm."""
+        return next(shares for shares in (8, 4, 2, 1) if self.hidden % (64 * shares) == 0)
 
     # ---- shared memory ----
 
@@ -166,7 +171,8 @@ class DraftInstance:
     @property
     def stage_bytes(self) -> int:
         tokens = max(padded_rows(self.row_cap, d.chunk * 2) for d in self.products.values())
-        return self.stage_weight_bytes + _round_up(tokens, 128)
+        keys_and_values = 2 * padded_rows(self.kv_split, self.head_dim * 2)
+        return max(self.stage_weight_bytes + _round_up(tokens, 128), keys_and_values)
 
     @property
     def reduce_bytes(self) -> int:
@@ -202,7 +208,7 @@ class DraftInstance:
             "HEAD_DIM": self.head_dim, "INTER": self.inter, "LAYERS": self.layers, "TAPS": self.taps,
             "VOCAB": self.vocab, "RANK": self.rank, "SELECTOR_K": self.selector_k, "CONV_GROUP": self.conv_group,
             "WINDOW": self.window, "MASK_TOKEN": self.mask_token, "KV_SPLIT": self.kv_split,
-            "MAX_SPLITS": self.max_splits, "STAGES": self.stages,
+            "MAX_SPLITS": self.max_splits, "ROW_SHARES": self.row_shares, "STAGES": self.stages,
         }  # fmt: skip
         for name, dense in self.products.items():
             integers[f"{name}_CHUNK"] = dense.chunk

@@ -30,13 +30,15 @@ DRAFT_COUNTERS: tuple[HandOff, ...] = (
     HandOff("ATTENTION", Arrivals.EVERY_CTA, "the draft's attention partials"),
     HandOff("ATTENDED", Arrivals.EVERY_CTA, "the draft's attention rows"),
     HandOff("OUTPUT", Arrivals.EVERY_CTA, "the parts of the draft's o_proj"),
-    HandOff("AFTER_ATTENTION", Arrivals.EVERY_ROW, "the draft's rows after attention"),
+    HandOff("ATTENTION_SQUARES", Arrivals.EVERY_CTA, "the sums of squares of the draft's rows after attention"),
+    HandOff("AFTER_ATTENTION", Arrivals.EVERY_CTA, "the draft's rows after attention"),
     HandOff("MLP_TAPS", Arrivals.EVERY_CTA, "the parts of the draft's MLP taps"),
     HandOff("MLP_CONVOLVED", Arrivals.EVERY_CTA, "the convolved MLP input of the draft"),
     HandOff("GATE_UP", Arrivals.EVERY_CTA, "the parts of the draft's gate and up"),
     HandOff("ACTIVATED", Arrivals.EVERY_CTA, "the draft's activations"),
     HandOff("DOWN", Arrivals.EVERY_CTA, "the parts of the draft's down_proj"),
-    HandOff("AFTER_MLP", Arrivals.EVERY_ROW, "the draft's rows after the MLP"),
+    HandOff("MLP_SQUARES", Arrivals.EVERY_CTA, "the sums of squares of the draft's rows after the MLP"),
+    HandOff("AFTER_MLP", Arrivals.EVERY_CTA, "the draft's rows after the MLP"),
     HandOff("SELECTOR_STATE", Arrivals.EVERY_CTA, "the parts of the selector's state"),
     HandOff("SCORES", Arrivals.EVERY_CTA, "the best draft scores of all CTAs"),
     HandOff("CHOSEN", Arrivals.EVERY_ROW, "the candidates of all slots"),
@@ -88,19 +90,21 @@ PARAMETERS: tuple[tuple[str, str, int], ...] = tuple(
         # the sequence
         ("token_ids", "int64_t*"), ("positions", "int64_t*"), ("length", "int32_t*"), ("page_table", "const int32_t*"),
         ("request", "const int64_t*"), ("state", "int64_t*"),
-        # a draft layer
+        # the draft's layers
         ("embedding", "const uint16_t*"), ("mask_embedding", "const uint16_t*"), ("rope", "const float*"),
-        ("input_norm", "const uint16_t*"), ("attention_projection", "const void*"),
-        ("attention_base", "const uint16_t*"), ("qkv", "const void*"), ("query_norm", "const uint16_t*"),
-        ("key_norm", "const uint16_t*"), ("output", "const void*"), ("post_attention_norm", "const uint16_t*"),
-        ("mlp_projection", "const void*"), ("mlp_base", "const uint16_t*"), ("gate_up", "const void*"),
-        ("down", "const void*"), ("next_norm", "const uint16_t*"), ("key_cache", "const uint16_t*"),
-        ("value_cache", "const uint16_t*"),
+        ("input_norm", "const uint16_t*"), ("attention_projection", "const void*", MAX_LAYERS),
+        ("attention_base", "const uint16_t*", MAX_LAYERS), ("qkv", "const void*", MAX_LAYERS),
+        ("query_norm", "const uint16_t*", MAX_LAYERS), ("key_norm", "const uint16_t*", MAX_LAYERS),
+        ("output", "const void*", MAX_LAYERS), ("post_attention_norm", "const uint16_t*", MAX_LAYERS),
+        ("mlp_projection", "const void*", MAX_LAYERS), ("mlp_base", "const uint16_t*", MAX_LAYERS),
+        ("gate_up", "const void*", MAX_LAYERS), ("down", "const void*", MAX_LAYERS),
+        ("next_norm", "const uint16_t*", MAX_LAYERS), ("key_cache", "uint16_t*", MAX_LAYERS),
+        ("value_cache", "uint16_t*", MAX_LAYERS),
         ("residual", "uint16_t*"), ("input", "uint16_t*"), ("attention_taps", "float*"),
         ("output_taps", "float*"), ("convolved", "uint16_t*"),
         ("qkv_partial", "float*"), ("query", "uint16_t*"), ("block_keys", "uint16_t*"), ("block_values", "uint16_t*"),
         ("attention_sums", "float*"), ("attention_state", "float*"), ("attended", "uint16_t*"),
-        ("output_partial", "float*"), ("mlp_input", "uint16_t*"), ("mlp_taps", "float*"),
+        ("output_partial", "float*"), ("row_squares", "float*"), ("mlp_input", "uint16_t*"), ("mlp_taps", "float*"),
         ("gate_up_partial", "float*"), ("activated", "uint16_t*"), ("down_partial", "float*"),
         # head and selector
         ("hidden_projection", "const void*"), ("lm_head", "const void*"), ("predecessors", "const uint16_t*"),
@@ -109,8 +113,7 @@ PARAMETERS: tuple[tuple[str, str, int], ...] = tuple(
         ("probabilities", "float*"),
         # context
         ("fusion", "const void*"), ("hidden_norm", "const uint16_t*"), ("context_kv", "const void*", MAX_LAYERS),
-        ("context_key_norm", "const uint16_t*", MAX_LAYERS), ("context_key_cache", "uint16_t*", MAX_LAYERS),
-        ("context_value_cache", "uint16_t*", MAX_LAYERS), ("taps", "const uint16_t*"), ("fusion_partial", "float*"),
+        ("taps", "const uint16_t*"), ("fusion_partial", "float*"),
         ("context", "uint16_t*"), ("context_partial", "float*"),
         # verify head and accept
         ("stream", "const float*"), ("final_norm", "const uint16_t*"), ("logits", "float*"), ("greedy_ids", "int64_t*"),
@@ -119,7 +122,7 @@ PARAMETERS: tuple[tuple[str, str, int], ...] = tuple(
         ("verdicts", "int64_t*"), ("outputs", "uint64_t*"), ("row_counters", "uint32_t*"), ("row_sums", "uint64_t*"),
         ("segment_sums", "uint64_t*"), ("trace", "uint64_t*"),
         # numbers
-        ("rows", "int32_t"), ("is_first", "int32_t"), ("rank", "int32_t"), ("launch", "int32_t"),
+        ("rows", "int32_t"), ("rank", "int32_t"), ("launch", "int32_t"),
     )
 )  # fmt: skip
 

@@ -15,22 +15,23 @@ class DraftActivations:
     """Every element that is read has been written in the same step, so all of it may start as anything: NaN."""
 
     residual: Tensor  # bf16 [row_cap, H]
-    input: Tensor  # bf16 [row_cap, H]: B1 of the next layer, or the final norm
+    input: Tensor  # bf16 [H / 32, row_cap, 32]: B1 of the next layer, or the final norm of the rows behind the anchor
     attention_taps: Tensor  # f32 parts of B2
     output_taps: Tensor  # f32 [row_cap, 2 taps, groups]: D of the output side, of the sublayer under way
-    convolved: Tensor  # bf16 [row_cap, H]
+    convolved: Tensor  # bf16 [H / 32, row_cap, 32]
     qkv_partial: Tensor
     query: Tensor  # bf16 [row_cap, heads, d]
     block_keys: Tensor  # bf16 [row_cap, kv_heads, d]
     block_values: Tensor
     attention_sums: Tensor  # f32 [row_cap, heads, splits, d]
     attention_state: Tensor  # f32 [row_cap, heads, splits, 2]: maximum (base 2) and sum
-    attended: Tensor  # bf16 [row_cap, heads d]
+    attended: Tensor  # bf16 [heads d / 32, row_cap, 32]
     output_partial: Tensor
-    mlp_input: Tensor  # bf16 [row_cap, H]: B9
+    row_squares: Tensor  # f32 [row_cap, shares]: each CTA's part of a row's sum of squares
+    mlp_input: Tensor  # bf16 [H / 32, row_cap, 32]: B9
     mlp_taps: Tensor
     gate_up_partial: Tensor
-    activated: Tensor  # bf16 [row_cap, F]
+    activated: Tensor  # bf16 [F / 32, row_cap, 32]
     down_partial: Tensor
     selector_partial: Tensor
     list_scores: Tensor  # f32 [row_cap, 2 sms, k]: each warp's best, in order
@@ -40,7 +41,7 @@ class DraftActivations:
     lattice: Tensor  # f32 [row_cap, k, k]
     probabilities: Tensor  # f32 [row_cap, k]: q
     fusion_partial: Tensor
-    context: Tensor  # bf16 [row_cap, H]: c of section 7.1
+    context: Tensor  # bf16 [H / 32, row_cap, 32]: c of section 7.1
     context_partial: Tensor  # f32 [layers, ...]
 
     @classmethod
@@ -48,24 +49,30 @@ class DraftActivations:
         i, t, k = instance, instance.row_cap, instance.selector_k
         bf16, f32 = torch.bfloat16, torch.float32
         partial = {name: dense.partial_shape(t) for name, dense in i.products.items()}
+
+        def operand(k: int) -> tuple[int, ...]:
+            """Rows of k inputs as csrc/draft/tokens.cuh keeps them."""
+            return (k // 32, t, 32)
+
         shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "residual": (bf16, (t, i.hidden)),
-            "input": (bf16, (t, i.hidden)),
+            "input": (bf16, operand(i.hidden)),
             "attention_taps": (f32, partial["CONV_TAPS"]),
             "output_taps": (f32, (t, 2, i.hidden // i.conv_group)),
-            "convolved": (bf16, (t, i.hidden)),
+            "convolved": (bf16, operand(i.hidden)),
             "qkv_partial": (f32, partial["QKV"]),
             "query": (bf16, (t, i.heads, i.head_dim)),
             "block_keys": (bf16, (t, i.kv_heads, i.head_dim)),
             "block_values": (bf16, (t, i.kv_heads, i.head_dim)),
             "attention_sums": (f32, (t, i.heads, i.max_splits, i.head_dim)),
             "attention_state": (f32, (t, i.heads, i.max_splits, 2)),
-            "attended": (bf16, (t, i.heads * i.head_dim)),
+            "attended": (bf16, operand(i.heads * i.head_dim)),
             "output_partial": (f32, partial["OUTPUT"]),
-            "mlp_input": (bf16, (t, i.hidden)),
+            "row_squares": (f32, (t, i.row_shares)),
+            "mlp_input": (bf16, operand(i.hidden)),
             "mlp_taps": (f32, partial["CONV_TAPS"]),
             "gate_up_partial": (f32, partial["GATE_UP"]),
-            "activated": (bf16, (t, i.inter)),
+            "activated": (bf16, operand(i.inter)),
             "down_partial": (f32, partial["DOWN"]),
             "selector_partial": (f32, partial["SELECTOR"]),
             "list_scores": (f32, (t, 2 * i.sms, k)),
@@ -75,7 +82,7 @@ class DraftActivations:
             "lattice": (f32, (t, k, k)),
             "probabilities": (f32, (t, k)),
             "fusion_partial": (f32, partial["FUSION"]),
-            "context": (bf16, (t, i.hidden)),
+            "context": (bf16, operand(i.hidden)),
             "context_partial": (f32, (i.layers, *partial["CONTEXT_KV"])),
         }
         tensors = {name: torch.empty(shape, dtype=dtype, device=device) for name, (dtype, shape) in shapes.items()}

@@ -82,30 +82,28 @@ class DraftStep:
 
     def launch(self, rows: int) -> None:
         """Enqueues the proposal of rows - 1 tokens."""
-        for index in range(len(self.weights.layers)):
-            self.launch_layer(index, rows)
+        self.launch_block(rows)
         self.launch_head(rows)
 
-    def launch_layer(self, index: int, rows: int) -> None:
-        """B1-B11 of one layer; the first embeds the block, the last leaves the final norm's rows."""
+    def launch_block(self, rows: int) -> None:
+        """B1-B11 of all layers, from the embedding to the final norm's rows."""
         layers = self.weights.layers
-        params = self._params("draft_layer_kernel", rows, index)
-        layer = layers[index]
-        for name in KernelDraftLayer.__slots__:
-            setattr(params, name, getattr(layer, name).data_ptr())
-        last = index + 1 == len(layers)
-        params.next_norm = (self.weights.norm if last else layers[index + 1].input_norm).data_ptr()
-        params.embedding, params.mask_embedding = (
-            self.weights.embedding.data_ptr(),
-            self.weights.mask_embedding.data_ptr(),
-        )
-        params.key_cache, params.value_cache = (cache.data_ptr() for cache in self.caches[index])
-        params.is_first = int(index == 0)
-        self.module.launch("draft_layer_kernel", params)
+        params = self._params("draft_block_kernel", rows, 0)
+        for index, layer in enumerate(layers):
+            for name in KernelDraftLayer.__slots__:
+                if name != "input_norm":
+                    getattr(params, name)[index] = getattr(layer, name).data_ptr()
+            last = index + 1 == len(layers)
+            params.next_norm[index] = (self.weights.norm if last else layers[index + 1].input_norm).data_ptr()
+        self._set_caches(params)
+        params.input_norm = layers[0].input_norm.data_ptr()
+        params.embedding = self.weights.embedding.data_ptr()
+        params.mask_embedding = self.weights.mask_embedding.data_ptr()
+        self.module.launch("draft_block_kernel", params)
 
     def launch_head(self, rows: int) -> None:
         """Candidates, lattice and walk of the rows after the anchor."""
-        params = self._params("draft_head_kernel", rows, len(self.weights.layers))
+        params = self._params("draft_head_kernel", rows, 1)
         params.rows = rows - 1
         for name in ("hidden_projection", "lm_head", "predecessors", "successors"):
             setattr(params, name, getattr(self.weights, name).data_ptr())
@@ -113,7 +111,7 @@ class DraftStep:
 
     def launch_verify_head(self, rows: int, step: Step) -> None:
         """The target's logits and greedy tokens of `step`'s stream, in place of its own head launch."""
-        params = self._params("verify_head_kernel", rows, len(self.weights.layers) + 2)
+        params = self._params("verify_head_kernel", rows, 3)
         params.lm_head = self.weights.lm_head.data_ptr()
         params.final_norm = step.weights.final_norm.data_ptr()
         for name in ("stream", "logits", "greedy_ids"):
@@ -122,16 +120,14 @@ class DraftStep:
 
     def launch_context(self, rows: int) -> None:
         """K and V of the state's committed rows among the first `rows` rows of the taps."""
-        params = self._params("draft_context_kernel", rows, len(self.weights.layers) + 1)
+        params = self._params("draft_context_kernel", rows, 2)
         c = self.config
         params.fusion, params.hidden_norm = self.weights.fusion.data_ptr(), self.weights.hidden_norm.data_ptr()
         params.taps = self.taps.data_ptr()
         for index, layer in enumerate(self.weights.layers):
             params.context_kv[index] = layer.qkv[c.num_attention_heads * c.head_dim // BLOCK_ROWS :].data_ptr()
-            params.context_key_norm[index] = layer.key_norm.data_ptr()
-            params.context_key_cache[index], params.context_value_cache[index] = (
-                cache.data_ptr() for cache in self.caches[index]
-            )
+            params.key_norm[index] = layer.key_norm.data_ptr()
+        self._set_caches(params)
         self.module.launch("draft_context_kernel", params)
 
     def memory(self) -> list[tuple[str, Tensor, bool, bool]]:
@@ -151,6 +147,10 @@ class DraftStep:
         whole = {f.name: getattr(self.weights, f.name) for f in fields(self.weights) if f.name != "layers"}
         found += [(f"draft.{name}", tensor, True, True) for name, tensor in whole.items()]
         return [*found, ("draft.rope", self.rope, True, True), ("draft.pages", self.pages, True, True)]
+
+    def _set_caches(self, params: DraftParams) -> None:
+        for index, pair in enumerate(self.caches):
+            params.key_cache[index], params.value_cache[index] = (cache.data_ptr() for cache in pair)
 
     def _params(self, kernel: str, rows: int, launch: int) -> DraftParams:
         row_cap = self.instance.row_cap
