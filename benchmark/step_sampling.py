@@ -230,6 +230,7 @@ def check(machine: Machine, draws: int, per_graph: int, by_vocab: dict[int, list
     record: dict[str, Any] = {"draws": draws, "seed": seed, "bound": P_BOUND, "cases": [], "controls": {}}
     first_seed = seed << 32
     for vocab, group in by_vocab.items():
+        draws = record["draws"] if vocab < 1000 else record["draws"] // 2
         trials = Trials(machine, vocab, group[0].candidates.shape[1], per_graph)
         for index, case in enumerate(group):
             length = 4 + index

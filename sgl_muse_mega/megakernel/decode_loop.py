@@ -44,7 +44,7 @@ class DecodeLoop:
         for start in range(0, len(ids), self.width_limit):
             chunk = ids[start : start + self.width_limit]
             self.decode.seek(chunk, start)
-            self._run("prompt", len(chunk), self.decode.launch_prompt)
+            self.replay("prompt", len(chunk), self.decode.launch_prompt)
             self._machine.synchronize()
             self.length += len(chunk)
         return self.decode.step.activations.logits[len(chunk) - 1].cpu().clone()
@@ -73,7 +73,7 @@ class DecodeLoop:
                 break
             if self.mark:
                 self.mark(True)
-            self._run("step", width, self.decode.launch)
+            self.replay("step", width, self.decode.launch)
             if self.mark:
                 self.mark(False)
             self._launched += 1
@@ -97,7 +97,8 @@ class DecodeLoop:
         self._machine.synchronize()
         self._launched = self._read
 
-    def _run(self, kind: str, rows: int, launch: Callable[[int], None]) -> None:
+    def replay(self, kind: str, rows: int, launch: Callable[[int], None]) -> None:
+        """Enqueues what launch(rows) launches, as one graph on a GPU; `kind` names the launches."""
         if self._machine.device.type != "cuda":
             launch(rows)
             return

@@ -1,6 +1,6 @@
 """The draft's launches over fixed buffers: block, head with selector, and context."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -40,12 +40,14 @@ class DraftStep:
         target: TargetEnds,
         progress: Progress = quiet,
         first_epoch: int = 0,
+        trace: bool = False,
     ) -> None:
         """taps bf16 [row_cap, n_taps, H]. Raises UserError when sizes or tensors do not fit the kernels."""
         self.config, self.weights, self.machine = config, weights, machine
         self.inputs, self.taps, self.state = inputs, taps, state
         row_cap, positions = len(inputs.token_ids), len(inputs.full_pages)
-        self.instance = DraftInstance.for_config(config, target, row_cap=row_cap, sms=machine.sms)
+        instance = DraftInstance.for_config(config, target, row_cap=row_cap, sms=machine.sms)
+        self.instance = replace(instance, trace=trace)
         device = machine.device
         check_draft(config, weights, device)
         taps_shape = (row_cap, len(config.target_layer_ids), config.hidden_size)
