@@ -26,8 +26,8 @@ from sgl_muse_mega.speculative.sampling import SamplingParams
 
 HEAD_BOUND = 2.0**-7  # of a score: one step of bf16, as the kernels add in fp32 and the reference in fp64
 DRAFT_BOUND = 0.02  # of the slot's largest score: what bf16 rows of three layers may differ by
-RATIO_BOUND = 1.3  # of a slot's median ratio of distances, as in distance_check.py
-EXACT_EVERY = 3  # blocks; the float64 run is slow
+RATIO_BOUND, SLOT_BOUND = 1.3, 1.6  # of the median ratio of distances over all slots (as in distance_check.py), and of each
+EXACT_BLOCKS = 100  # of a width; the float64 run is slow
 
 
 class Shadow:
@@ -142,8 +142,12 @@ class Blocks:
     reference_kept: int = 0  # drafts of the reference that it would have kept in the same places
     ratios: list[list[float]] = field(default_factory=list)  # per block looked at, `Shadow.distances`
 
+    def ratio(self) -> float:
+        """Median over slots and blocks."""
+        return statistics.median(value for block in self.ratios for value in block)
+
     def worst_ratio(self) -> float:
-        """Largest median over the slots."""
+        """Largest median of a slot."""
         return max(statistics.median(slot) for slot in zip(*self.ratios, strict=True))
 
     def record(self) -> dict[str, Any]:
@@ -175,7 +179,7 @@ def compare_text(pair: Pair, shadow: Shadow, blocks: Blocks, ids: list[int], tex
             own = activations.residual[:width].float()
             blocks.head.add(shadow, own, anchor, chosen, tokens, HEAD_BOUND)
             rows = shadow.block(shadow.draft, anchor, length, width)
-            if blocks.draft.blocks % EXACT_EVERY == 0:
+            if len(blocks.ratios) < EXACT_BLOCKS:
                 exact = shadow.block(shadow.exact, anchor, length, width)
                 blocks.ratios.append(shadow.distances(own, rows, exact))
             expected = blocks.draft.add(shadow, rows, anchor, chosen, tokens, DRAFT_BOUND)
