@@ -6,6 +6,7 @@ What each check covers stands in its own program. Exit status 1 when any fails.
 """
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -13,11 +14,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+from layer_check import model
+
 from sgl_muse_mega import results
+from sgl_muse_mega.megakernel.build import build
+from sgl_muse_mega.megakernel.instance import Instance
 
 ROOT = Path(__file__).parents[1]
+MODELS = ("tiny", "tiny-bf16", "odd", "odd-bf16", "full", "full-bf16")
 CONTEXTS = "1,63,64,65,2047,2048,2049,8192"
 NAMES = (
     "embed_kernel", "layer_kernel", "head_kernel", "draft_layer_kernel", "draft_head_kernel", "verify_head_kernel",
@@ -52,6 +60,22 @@ CHECKS: dict[str, tuple[int, str]] = {
 KEPT_LINES = 100
 
 
+def compile_all() -> None:
+    """Compiles what the stage checks will load, side by side: one after the other they take longer than the checks."""
+    instances = []
+    for name, fp8_cache, row_cap in itertools.product(MODELS, (False, True), (8, 16)):
+        config, local_experts = model(name)
+        instances.append(
+            Instance.for_config(
+                config, nvfp4=config.nvfp4_experts(0), fp8_cache=fp8_cache, row_cap=row_cap,
+                sms=torch.cuda.get_device_properties(0).multi_processor_count,
+                local_experts=local_experts or config.num_local_experts,
+            )
+        )  # fmt: skip
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(build, instances))
+
+
 def run(command: str, seconds: int, scratch: str) -> dict[str, object]:
     """One check: status (124 past its time), seconds, and the end of what it printed."""
     words = [sys.executable if word == "python" else word for word in shlex.split(command.format(scratch=scratch))]
@@ -75,8 +99,6 @@ def run(command: str, seconds: int, scratch: str) -> dict[str, object]:
 
 
 def main() -> int:
-    import torch
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--only", help="names of checks, by commas")
@@ -84,6 +106,7 @@ def main() -> int:
     names = arguments.only.split(",") if arguments.only else list(CHECKS)
     environment = results.environment(torch.cuda.get_device_name()) | {"command": shlex.join(["python", *sys.argv])}
     checks = {}
+    compile_all()
     with tempfile.TemporaryDirectory() as scratch:
         for name in names:
             seconds, command = CHECKS[name]
