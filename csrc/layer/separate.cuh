@@ -9,87 +9,122 @@ namespace separate {
 
 using program::ROUTING_WARP, program::TOKEN_LOADER, program::WEIGHT_LOADER;
 
-constexpr uint32_t NO_EPOCH = 0;  // nothing is counted
+// Nothing is counted, but packets between ranks are told apart by the epoch, which the first phase of a layer advances.
+DEVICE uint32_t begin(const Params& p) {
+    if constexpr (cfg::RANKS > 1) return program::begin_epoch(p);
+    wait_for_previous_launch();
+    return 0;
+}
 
 struct Nothing {
+    DEVICE void operator()(uint32_t) const {}
     DEVICE void operator()() const {}
 };
 constexpr Nothing nothing;
 
-// `weights` starts before the previous kernel has ended.
+// weights() starts before the previous kernel has ended; the others get the epoch.
 template <class Weights, class Tokens, class Math, class Routing>
-DEVICE void run(Weights weights, Tokens tokens, Math math, Routing routing) {
+DEVICE void run(const Params& p, Weights weights, Tokens tokens, Math math, Routing routing) {
     program::start();
     const int warp = warp_index();
     if (warp == WEIGHT_LOADER) {
         weights();
         return;
     }
-    wait_for_previous_launch();
+    const uint32_t epoch = begin(p);
     if (warp == TOKEN_LOADER) {
         fence_generic_to_async();
-        tokens();
+        tokens(epoch);
     } else if (warp == ROUTING_WARP) {
-        routing();
+        routing(epoch);
     } else {
-        math();
+        math(epoch);
     }
 }
 
 template <class Math>
-DEVICE void run(Math math) {
-    run(nothing, nothing, math, nothing);
+DEVICE void run(const Params& p, Math math) {
+    run(p, nothing, nothing, math, nothing);
 }
 
 DEVICE uint64_t weight_policy() { return eviction_policy(Keep::first_out); }
 DEVICE uint64_t token_policy() { return eviction_policy(Keep::last_out); }
 
-// One dense product over bf16 rows.
-template <class G>
-DEVICE void product(const Params& p, const void* weights, const uint16_t* rows, float* partial,
-                    protocol::Counter counter) {
+DEVICE void attention_splits(const Params& p) {
+    run(p, nothing, nothing,
+        [&](uint32_t epoch) {
+            attention::run(p);
+            if constexpr (cfg::RANKS > 1) program::end_epoch(p, epoch);  // no other phase runs now
+        },
+        [&](uint32_t) { boundary::prefetch_layer_vectors(p); });
+}
+
+// `product(ring, epoch)` on the math warps; one matrix over bf16 rows.
+template <class G, class Product>
+DEVICE void dense(const Params& p, const void* weights, const uint16_t* rows, Product product) {
     Ring ring;
-    run([&] { load_weights<G>(p, ring, weights, weight_policy()); },
-        [&] { load_tokens<G>(p, ring, rows, token_policy()); },
-        [&] { run_dense_to<G>(p, ring, partial, counter); }, nothing);
+    run(p, [&] { load_weights<G>(p, ring, weights, weight_policy()); },
+        [&](uint32_t) { load_tokens<G>(p, ring, rows, token_policy()); },
+        [&](uint32_t epoch) { product(ring, epoch); }, nothing);
+}
+
+DEVICE void o_proj(const Params& p) {
+    dense<OProj>(p, p.o_proj, p.gated, [&](Ring& ring, uint32_t epoch) { Exchange::run_o_proj(p, ring, epoch); });
+}
+DEVICE void post_proj(const Params& p) {
+    dense<PostProj>(p, p.post_expert_proj, p.combined, [&](Ring& ring, uint32_t) {
+        run_dense_to<PostProj>(p, ring, p.post_partial, protocol::Counter::POST_PROJ);
+    });
+}
+DEVICE void qkv_proj(const Params& p) {
+    dense<QkvProj>(p, p.next_qkv, p.next_input, [&](Ring& ring, uint32_t) {
+        run_dense_to<QkvProj>(p, ring, p.qkv_partial, protocol::Counter::QKV_PROJ);
+    });
 }
 
 // Router and pre_expert_proj read the same rows.
 DEVICE void router_and_pre(const Params& p) {
     Ring ring;
     run(
+        p,
         [&] {
             load_weights<Router>(p, ring, p.router, weight_policy());
             load_weights<PreProj>(p, ring, p.pre_expert_proj, weight_policy());
         },
-        [&] {
+        [&](uint32_t) {
             load_tokens<Router>(p, ring, p.router_input, token_policy());
             load_tokens<PreProj>(p, ring, p.router_input, token_policy());
         },
-        [&] {
+        [&](uint32_t) {
             run_dense_to<Router>(p, ring, p.router_partial, protocol::Counter::ROUTER);
             run_dense_to<PreProj>(p, ring, p.pre_partial, protocol::Counter::PRE_PROJ);
         },
         nothing);
 }
 
+DEVICE void routed(const Params& p) {
+    run(p, nothing, nothing, [&](uint32_t epoch) { routing::run(p, epoch); },
+        [&](uint32_t epoch) { routing::route_rows(p, epoch); });
+}
+
 DEVICE void gate_up(const Params& p) {
     using experts::GateUp;
     Ring ring;
     run(
+        p,
         [&] {
             routing::wait_table(p);
             experts::load_weights<GateUp>(p, ring, p.gate_up, p.gate_up_block_scale, 0, weight_policy());
         },
-        [&] {
+        [&](uint32_t epoch) {
             routing::wait_table(p);
-            experts::load_tokens<GateUp>(p, ring, 0, NO_EPOCH, token_policy());
+            experts::load_tokens<GateUp>(p, ring, 0, epoch, token_policy());
         },
-        [&] {
+        [&](uint32_t epoch) {
             routing::wait_table(p);
-            experts::run_gate_up(p, ring, NO_EPOCH);
+            experts::run_gate_up(p, ring, epoch);
         },
-        [&] { routing::build_table(p, NO_EPOCH); });
+        [&](uint32_t epoch) { routing::build_table(p, epoch); });
 }
 
 DEVICE void down(const Params& p) {
@@ -97,43 +132,45 @@ DEVICE void down(const Params& p) {
     Ring ring;
     const auto before = [] { return experts::tasks_before_down(routing::Table::active()); };
     run(
+        p,
         [&] {
             routing::wait_table(p);
             experts::load_weights<Down>(p, ring, p.down, p.down_block_scale, before(), weight_policy());
         },
-        [&] {
+        [&](uint32_t epoch) {
             routing::wait_table(p);
-            experts::load_tokens<Down>(p, ring, before(), NO_EPOCH, token_policy());
+            experts::load_tokens<Down>(p, ring, before(), epoch, token_policy());
         },
-        [&] {
+        [&](uint32_t) {
             routing::wait_table(p);
             experts::run_down(p, ring);
         },
-        [&] { routing::build_table(p, NO_EPOCH); });
+        [&](uint32_t epoch) { routing::build_table(p, epoch); });
 }
 
 DEVICE void combined(const Params& p) {
-    run(nothing, nothing,
-        [&] {
+    run(
+        p, nothing, nothing,
+        [&](uint32_t epoch) {
             routing::wait_table(p);
-            combine::run(p, NO_EPOCH);
+            combine::run(p, epoch);
         },
-        [&] { routing::build_table(p, NO_EPOCH); });
+        [&](uint32_t epoch) { routing::build_table(p, epoch); });
 }
 
 DEVICE void after_attention(const Params& p) {
-    run([&] {
+    run(p, [&](uint32_t epoch) {
         boundary::for_owned_rows(
             p, protocol::Counter::AFTER_ATTENTION, [] {},
-            [&](int row, auto ready) { boundary::after_attention_row(p, NO_EPOCH, row, ready); });
+            [&](int row, auto ready) { boundary::after_attention_row(p, epoch, row, ready); });
     });
 }
 
 DEVICE void after_experts(const Params& p) {
-    run([&] {
+    run(p, [&](uint32_t epoch) {
         boundary::for_owned_rows(
             p, protocol::Counter::AFTER_EXPERTS, [] {},
-            [&](int row, auto ready) { boundary::after_experts_row(p, NO_EPOCH, row, ready); });
+            [&](int row, auto ready) { boundary::after_experts_row(p, epoch, row, ready); });
     });
 }
 

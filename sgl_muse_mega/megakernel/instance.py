@@ -180,7 +180,6 @@ class Instance:
             (self.experts % 4 != 0, f"{self.experts} experts are no multiple of 4"),
             (self.experts > 1024, f"{self.experts} experts are more than 1024"),
             (self.top_k > 32, f"{self.top_k} experts per token are more than 32"),
-            (self.ranks > 1 and self.separate_phases, "phases as separate kernels have no exchange between ranks"),
             (self.ranks not in (1, 2, 4, 8), f"{self.ranks} ranks were asked for, there can be 1, 2, 4 or 8"),
             (self.hidden % (4 * self.ranks) != 0, f"hidden_size {self.hidden} is no multiple of {4 * self.ranks}"),
             (

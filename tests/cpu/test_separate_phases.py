@@ -1,6 +1,7 @@
 """The control of the layer kernel: its phases as separate kernels give the same bits, under any schedule."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -8,21 +9,27 @@ import torch
 from sgl_muse_mega.emulator.machine import Schedule
 from sgl_muse_mega.emulator.stepper import Emulator
 from sgl_muse_mega.megakernel.instance import HOPPER_SHARED_BYTES, Instance
+from sgl_muse_mega.megakernel.mailbox import LoopBack
 from sgl_muse_mega.megakernel.random_step import RandomStep, random_weights, spark_config, tiny_config
 from sgl_muse_mega.megakernel.separate import PHASES, PhaseKernels
 
 ROWS = 3
 
 
-def step(separate: bool, nvfp4: bool) -> RandomStep:
+def step(separate: bool, nvfp4: bool, ranks: int = 1) -> RandomStep:
+    """With several ranks, one of them in loop-back."""
     config = tiny_config(
         2, nvfp4=nvfp4, vocab_size=128, hidden_size=128, moe_hidden_size=64, moe_intermediate_size=64,
         num_local_experts=8, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, sliding_window=32,
     )  # fmt: skip
     emulator = Emulator(sms=3)
-    weights = random_weights(config, 1, emulator.device)
+    share: dict[str, Any] = {"ranks": ranks, "rank": 1} if ranks > 1 else {}
+    weights = random_weights(config, 1, emulator.device, **share)
+    mail: dict[str, Any] = {"mail": LoopBack(ranks, 1)} if ranks > 1 else {}
     tuning = {"separate_phases": True} if separate else {}
-    return RandomStep.create(config, weights, emulator, row_cap=8, max_context=60, kv_dtype="fp8", tuning=tuning)
+    return RandomStep.create(
+        config, weights, emulator, row_cap=8, max_context=60, kv_dtype="fp8", tuning=tuning, **mail
+    )
 
 
 def outputs(case: RandomStep, schedule: Schedule) -> list[torch.Tensor]:
@@ -40,10 +47,10 @@ def outputs(case: RandomStep, schedule: Schedule) -> list[torch.Tensor]:
     return [t.clone() for t in (act.logits[:ROWS], act.stream[:ROWS], case.step.taps[:ROWS], *cached)]
 
 
-@pytest.mark.parametrize("nvfp4", [True, False])
-def test_separate_phases_give_the_bits_of_the_layer_kernel(nvfp4: bool) -> None:
-    expected = outputs(step(False, nvfp4), Schedule(seed=1))
-    control = step(True, nvfp4)
+@pytest.mark.parametrize(("nvfp4", "ranks"), [(True, 1), (False, 1), (True, 2)])
+def test_separate_phases_give_the_bits_of_the_layer_kernel(nvfp4: bool, ranks: int) -> None:
+    expected = outputs(step(False, nvfp4, ranks), Schedule(seed=1))
+    control = step(True, nvfp4, ranks)
     for seed in range(4):
         found = outputs(control, Schedule(seed=seed))
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
