@@ -152,7 +152,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stock", type=Path, required=True, help="folder of the rival's scripts and packages")
     parser.add_argument("--rows", type=lambda text: [int(part) for part in text.split(",")], default=[8, 1])
-    parser.add_argument("--ranks", type=int, default=1, help="of our layer: 1 has no exchange and whole projections")
+    parser.add_argument("--ranks", type=int, default=4, help="of our layer: 1 has no exchange and whole projections")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds of one of stock's processes")
     parser.add_argument("--keep-cache", type=Path, help="file for what stock compiled, to be its next cache.tar.xz")

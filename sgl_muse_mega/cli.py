@@ -150,7 +150,7 @@ def bench_layer(
             help="One rank of 2, 4 or 8 with split projections, which exchanges with itself; 1: the heads and experts "
             "of one rank of four, whole projections, no exchange.",
         ),
-    ] = 1,
+    ] = 4,
     check: Annotated[bool, typer.Option(help="Compare stages with the reference, and bits between arms.")] = True,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="A small model on the emulator; its times say nothing.")

@@ -44,7 +44,7 @@ class Options:
     stock: Path | None = None  # what benchmark/stock_layer.py wrote
     trace: Path | None = None
     picture: Path | None = None
-    ranks: int = 1
+    ranks: int = 4
 
     def workload(self) -> dict[str, Any]:
         """What every arm is told (`arm.Workload`)."""
@@ -121,9 +121,8 @@ def traced_rows(options: Options) -> int:
 
 def headline(options: Options, machine: dict[str, Any]) -> str:
     kind = "BF16" if options.bf16_experts else "NVFP4"
-    rank = "one rank of four, no exchange" if options.ranks == 1 else f"one rank of {options.ranks}, loop-back exchange"
     return (
-        f"{machine['gpu']}, chain of {options.layers} layers of {rank}, {kind} experts, context "
+        f"{machine['gpu']}, chain of {options.layers} layers of {traced.share(options.ranks)}, {kind} experts, context "
         f"{options.context}, {options.kv} cache, {options.turns} turns of {options.repeats} replays, {options.draws} "
         f"draws of seed {options.seed}, roof {ROOF_GB_S:.0f} GB/s"
     )
@@ -230,7 +229,7 @@ def ratios(cases: list[Case]) -> Table | None:
 
 def figures(options: Options, cases: list[Case]) -> dict[str, Figure]:
     """The named figures of the first arm; runs at another context, with a short chain or of another share have none."""
-    if options.ranks not in (1, 4):
+    if options.ranks != 4:
         return {}
     if options.dry_run or options.layers < 8 or options.context != 2048 or options.kv != "fp8":
         return {}

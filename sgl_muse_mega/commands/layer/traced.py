@@ -47,11 +47,16 @@ def run(
         if trace:
             trace_events.write(trace, launches[first : first + _NEIGHBOURS], first, cache_bytes[first])
         if drawing:
-            title = f"One layer, {rows} rows, context {workload['context']}, one rank of four, {gpu}"
+            title = f"One layer, {rows} rows, context {workload['context']}, {share(workload['ranks'])}, {gpu}"
             picture.draw(drawing, launches[first], title)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be written: {error.strerror}.") from error
     return table(phases), phases
+
+
+def share(ranks: int) -> str:
+    """What a rank of so many has (`arm.Workload`)."""
+    return "one rank of four, no exchange" if ranks == 1 else f"one rank of {ranks}, loop-back exchange"
 
 
 def table(layers: list[list[PhaseSummary]]) -> Table:
