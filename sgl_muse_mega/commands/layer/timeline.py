@@ -87,21 +87,19 @@ class PhaseSummary:
 
 
 def summarise(launch: LaunchLog, attention_bytes: int) -> list[PhaseSummary]:
-    """Every phase of the math warps, in order."""
+    """Every phase of the math warps, in the order of the first CTA; one that a CTA leaves out is the others' alone."""
     warps = launch.of_warp(0)
     sizes: dict[str, int] = {"ATTENTION": attention_bytes}
     for _, size, name in launch.taken_up():
         sizes[name] = sizes.get(name, 0) + size
     found, before = [], 0.0
-    for index, phase in enumerate(warps[0].phases):
-        mine = [(w, w.phases[index]) for w in warps]
+    for name in dict.fromkeys(phase.name for phase in warps[0].phases):
+        mine = [(w, phase) for w in warps for phase in w.phases if phase.name == name]
         ends = [(p.end - launch.start) / 1e3 for _, p in mine]
         waiting = statistics.median(w.waiting(p) for w, p in mine) / 1e3
         start = min(p.start for _, p in mine) - launch.start
         end = statistics.median(ends)
-        found.append(
-            PhaseSummary(phase.name, start / 1e3, end, max(ends), end - before, waiting, sizes.get(phase.name, 0))
-        )
+        found.append(PhaseSummary(name, start / 1e3, end, max(ends), end - before, waiting, sizes.get(name, 0)))
         before = end
     return found
 
