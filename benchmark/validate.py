@@ -26,7 +26,6 @@ from sgl_muse_mega.megakernel.instance import Instance
 
 ROOT = Path(__file__).parents[1]
 MODELS = ("tiny", "tiny-bf16", "odd", "odd-bf16", "full", "full-bf16")
-CONTEXTS = "1,63,64,65,2047,2048,2049,8192"
 NAMES = (
     "embed_kernel", "layer_kernel", "head_kernel", "draft_layer_kernel", "draft_head_kernel", "verify_head_kernel",
     "draft_context_kernel", "accept_kernel",
@@ -35,15 +34,14 @@ NAMES = (
 SANITIZER = " ".join(
     ("compute-sanitizer --error-exitcode 9 --report-api-errors no", *(f"--kernel-name kne={name}" for name in NAMES))
 )
+STAGES = "python benchmark/layer_check.py --sizes"
 # name: (seconds allowed, command)
 CHECKS: dict[str, tuple[int, str]] = {
-    "stages small": (
-        240,
-        "python benchmark/layer_check.py --sizes tiny,tiny-bf16,odd,odd-bf16 --rows 1-16 --contexts 0,1,63,64,65,300",
-    ),
-    "stages full": (
-        240, f"python benchmark/layer_check.py --sizes full,full-bf16 --rows 1,8,16 --contexts {CONTEXTS}"
-    ),
+    "stages tiny": (180, f"{STAGES} tiny,tiny-bf16 --rows 1-16 --contexts 0,1,63,64,65,300"),
+    "stages odd": (180, f"{STAGES} odd,odd-bf16 --rows 1-16 --contexts 0,1,63,64,65,300"),
+    "stages full": (240, f"{STAGES} full,full-bf16 --rows 1,8,16 --contexts 1,63,64,65,2047,2048,2049,8192"),
+    "stages brief": (180, f"{STAGES} tiny,tiny-bf16,odd,odd-bf16 --rows 1,3,8,9,16 --contexts 0,63,65,300"),
+    "stages full brief": (180, f"{STAGES} full,full-bf16 --rows 1,8,16 --contexts 65,2047,2049,8192 --kv fp8"),
     "routing": (
         120, "python benchmark/layer_check.py --sizes tiny,full --routing ties,crowd --rows 1,8,16 --contexts 65"
     ),
@@ -101,9 +99,9 @@ def run(command: str, seconds: int, scratch: str) -> dict[str, object]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--only", help="names of checks, by commas")
+    parser.add_argument("--only", help="names of checks, by commas; all but the brief ones when left out")
     arguments = parser.parse_args()
-    names = arguments.only.split(",") if arguments.only else list(CHECKS)
+    names = arguments.only.split(",") if arguments.only else [name for name in CHECKS if "brief" not in name]
     environment = results.environment(torch.cuda.get_device_name()) | {"command": shlex.join(["python", *sys.argv])}
     checks = {}
     compile_all()
