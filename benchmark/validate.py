@@ -21,15 +21,14 @@ import torch
 from layer_check import model
 
 from sgl_muse_mega import results
+from sgl_muse_mega.megakernel.accept_instance import AcceptInstance
 from sgl_muse_mega.megakernel.build import build
+from sgl_muse_mega.megakernel.draft_instance import DraftInstance
 from sgl_muse_mega.megakernel.instance import Instance
 
 ROOT = Path(__file__).parents[1]
 MODELS = ("tiny", "tiny-bf16", "odd", "odd-bf16", "full", "full-bf16")
-NAMES = (
-    "embed_kernel", "layer_kernel", "head_kernel", "draft_layer_kernel", "draft_head_kernel", "verify_head_kernel",
-    "draft_context_kernel", "accept_kernel",
-)  # fmt: skip
+NAMES = (*Instance.kernels, *DraftInstance.kernels, *AcceptInstance.kernels)
 # API errors are left out: cuda-bindings asks the driver for functions that an older driver does not have.
 SANITIZER = " ".join(
     ("compute-sanitizer --error-exitcode 9 --report-api-errors no", *(f"--kernel-name kne={name}" for name in NAMES))
