@@ -5,14 +5,13 @@
 namespace boundary {
 
 // E1 and A1 of layer 0: embedding row, norm, stream; then the first layer's input norm.
-DEVICE void embed_row(const Params& p, int row) {
+DEVICE void embed_row(const Params& p, uint32_t epoch, int row) {
     using Columns = RowColumns<cfg::HIDDEN>;
-    const uint16_t* source = p.embedding + global_load(p.token_ids + row) * cfg::HIDDEN;
     float4 s[Columns::GROUPS] = {};
     float squares = 0.f;
-    for_columns<cfg::HIDDEN>([&](int i, int column) {
-        s[i] = load_bf16x4(source + column);
-        squares += square_sum(s[i]);
+    Exchange::embedding(p, epoch, row, global_load(p.token_ids + row), [&](int i, int, const float4& columns) {
+        s[i] = columns;
+        squares += square_sum(columns);
     });
     const float scale = reciprocal_root(row_sum(squares, 0) / cfg::HIDDEN + cfg::RMS_EPS);
     squares = 0.f;

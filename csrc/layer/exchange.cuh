@@ -6,6 +6,18 @@
 
 // A single rank holds everything: row operations read the products' parts themselves.
 struct OneRank {
+    // Rows of embedding and head before this rank's.
+    DEVICE static int first_token(const Params&) { return 0; }
+    // E1: body(group, column, four columns of a token's embedding).
+    template <class Body>
+    DEVICE static void embedding(const Params& p, uint32_t, int, int64_t token, Body body) {
+        const uint16_t* source = p.embedding + token * cfg::HIDDEN;
+        for_columns<cfg::HIDDEN>([&](int i, int column) { body(i, column, load_bf16x4(source + column)); });
+    }
+    // One warp has this rank's best token of a row in all lanes; lanes get offer(value, id) of others.
+    template <class Offer>
+    DEVICE static void best_token(const Params&, uint32_t, int, float, int, Offer) {}
+
     DEVICE static void run_o_proj(const Params& p, Ring& ring, uint32_t) {
         run_dense_to<OProj>(p, ring, p.o_partial, protocol::Counter::O_PROJ);
     }
@@ -40,6 +52,29 @@ struct OneRank {
 // Several ranks, or one that plays all of them (loop-back): the same code, other addresses.
 struct ManyRanks {
     static constexpr int IN_FLIGHT = 8;  // packets a thread polls at once: as many as registers allow
+
+    DEVICE static int first_token(const Params& p) { return p.rank * cfg::VOCAB; }
+
+    // The rank that holds the token sends its row.
+    template <class Body>
+    DEVICE static void embedding(const Params& p, uint32_t epoch, int row, int64_t token, Body body) {
+        const int owner = static_cast<int>(token) / cfg::VOCAB;
+        if (owner == p.rank) {
+            const uint16_t* source = p.embedding + (token - first_token(p)) * cfg::HIDDEN;
+            send<mailbox::EmbeddingRow>(p, epoch, row, [&](int column) { return load_bf16x4(source + column); });
+        }
+        collect<mailbox::EmbeddingRow, 1>(p, epoch, row, owner, body);
+    }
+    template <class Offer>
+    DEVICE static void best_token(const Params& p, uint32_t epoch, int row, float value, int id, Offer offer) {
+        const int lane = lane_index();
+        const uint2 own{float_bits(value), static_cast<uint32_t>(id)};
+        if (lane < cfg::RANKS) mailbox::send<mailbox::BestToken>(p, epoch, row, 0, own, lane);
+        uint2 best[1] = {own};
+        mailbox::receive<mailbox::BestToken>(p, epoch, row, 0, best,
+                                             [&](int) { return mailbox::Name{lane < cfg::RANKS, lane, 0}; });
+        offer(bits_float(best[0].x), static_cast<int>(best[0].y));
+    }
 
     // o_proj: a block of outputs is one CTA's, which sends it to all ranks as soon as it has it; four lanes share a
     // packet's columns and deal the destinations among each other.
@@ -138,14 +173,20 @@ struct ManyRanks {
     // body(group, column, four columns of the row that the ranks' parts make up); part(column) are this rank's own.
     template <class Point, class Body, class Part>
     DEVICE static void gather(const Params& p, uint32_t epoch, int row, Body body, Part part) {
-        constexpr int PACKETS = Point::PACKETS * cfg::RANKS, GROUPS = groups(PACKETS);
         send<Point>(p, epoch, row, part);
+        collect<Point, cfg::RANKS>(p, epoch, row, 0, body);
+    }
+
+    // body(group, column, four columns) of the row that the parts of SOURCES ranks from `source` on make up.
+    template <class Point, int SOURCES, class Body>
+    DEVICE static void collect(const Params& p, uint32_t epoch, int row, int source, Body body) {
+        constexpr int PACKETS = Point::PACKETS * SOURCES, GROUPS = groups(PACKETS);
         epoch = anew(epoch);
         const int first = first_packet();
         uint2 data[GROUPS];
         mailbox::receive<Point>(p, epoch, row, first, data, [&](int i) {
             const int packet = i * cfg::MATH_THREADS + first;
-            return mailbox::Name{packet < PACKETS, packet / Point::PACKETS, packet % Point::PACKETS};
+            return mailbox::Name{packet < PACKETS, source + packet / Point::PACKETS, packet % Point::PACKETS};
         });
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {

@@ -24,7 +24,7 @@ struct Best {
     }
 };
 
-DEVICE Best nothing() { return Best{-infinity(), cfg::VOCAB}; }
+DEVICE Best nothing() { return Best{-infinity(), cfg::VOCAB * cfg::RANKS}; }
 
 // The softcap is monotone, so the greedy token is taken from the scores before it.
 DEVICE void run_logits(const Params& p, Ring& ring) {
@@ -33,7 +33,7 @@ DEVICE void run_logits(const Params& p, Ring& ring) {
 #pragma unroll
     for (int turn = 0; turn < ROW_TURNS; ++turn) best[turn] = nothing();
     run_dense<LmHead>(p, ring, [&](const DenseTask&, int turn, int row, int id, float score) {
-        best[turn].offer(score, id);
+        best[turn].offer(score, Exchange::first_token(p) + id);
         const float scaled = score * cfg::OUTPUT_MULTIPLIER;
         const float logit = cfg::SOFTCAP > 0.f ? cfg::SOFTCAP * hyperbolic_tangent(scaled / cfg::SOFTCAP) : scaled;
         global_store(p.logits + static_cast<int64_t>(row) * cfg::VOCAB + id, logit);
@@ -52,7 +52,7 @@ DEVICE void run_logits(const Params& p, Ring& ring) {
     arrive_math(p, protocol::Counter::LOGITS);
 }
 
-DEVICE void greedy_row(const Params& p, int row) {
+DEVICE void greedy_row(const Params& p, uint32_t epoch, int row) {
     if (warp_index() != 0) return;
     Best best = nothing();
     for (int i = lane_index(); i < 2 * cfg::SMS; i += WARP) {
@@ -60,6 +60,8 @@ DEVICE void greedy_row(const Params& p, int row) {
         best.offer(global_load(p.best_scores + at), global_load(p.best_ids + at));
     }
     best.merge_warp();
+    Exchange::best_token(p, epoch, row, best.value, best.id, [&](float value, int id) { best.offer(value, id); });
+    if (cfg::RANKS > 1) best.merge_warp();
     if (lane_index() == 0) global_store(p.greedy_ids + row, static_cast<int64_t>(best.id));
 }
 

@@ -169,7 +169,7 @@ DEVICE void embed(const Params& p) {
         wait_rows(p, Counter::AFTER_EXPERTS, epoch);
         load_tokens<QkvProj>(p, ring, p.next_input, eviction_policy(Keep::last_out));
     } else if (warp < cfg::MATH_WARPS) {
-        boundary::for_owned_rows(p, Counter::AFTER_EXPERTS, [] {}, [&](int row, auto) { boundary::embed_row(p, row); });
+        boundary::for_owned_rows(p, Counter::AFTER_EXPERTS, [] {}, [&](int row, auto) { boundary::embed_row(p, epoch, row); });
         run_dense_to<QkvProj>(p, ring, p.qkv_partial, Counter::QKV_PROJ);
         qkv::run(p, epoch);
         end_epoch(p, epoch);
@@ -197,7 +197,7 @@ DEVICE void lm_head(const Params& p) {
         head::run_logits(p, ring);
         wait_counter_math(p, Counter::LOGITS, epoch);
         for (int row = 0; row < p.rows; ++row) {
-            if (owns_row(row)) head::greedy_row(p, row);
+            if (owns_row(row)) head::greedy_row(p, epoch, row);
         }
         end_epoch(p, epoch);
     }

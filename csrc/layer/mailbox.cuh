@@ -31,6 +31,15 @@ struct PostProjRow {
     static constexpr protocol::Site SITE = protocol::Site::POST_PROJ_MAIL;
 };
 
+struct EmbeddingRow {
+    static constexpr int AT = cfg::EMBEDDING_MAIL_AT, PACKETS = cfg::HIDDEN / 4;
+    static constexpr protocol::Site SITE = protocol::Site::EMBEDDING_MAIL;
+};
+struct BestToken {  // a score and an id to a packet
+    static constexpr int AT = cfg::BEST_TOKEN_MAIL_AT, PACKETS = 1;
+    static constexpr protocol::Site SITE = protocol::Site::BEST_TOKEN_MAIL;
+};
+
 // Never 0, which a mailbox starts with: the session number is odd.
 DEVICE uint32_t tag(const Params& p, uint32_t epoch) { return static_cast<uint32_t>(p.session) + 2u * epoch; }
 

@@ -86,7 +86,8 @@ def _largest(candidates: tuple[int, ...], divides: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """Sizes of one rank. `local_experts` of `experts` live here; `row_cap` is 8 or 16 rows per step."""
+    """Sizes of one rank: `heads`, `kv_heads`, `local_experts` of `experts` and `vocab` rows of embedding and head live
+    here. `row_cap` is 8 or 16 rows per step."""
 
     source: ClassVar[str] = "step.cu"
     kernels: ClassVar[tuple[str, ...]] = ("embed_kernel", "layer_kernel", "head_kernel")
@@ -138,6 +139,10 @@ class Instance:
         tuning: fields that do not follow from the model (`math_warps`, `trace`, `defines`, ...).
         Raises UserError, listing every size that the kernels cannot take.
         """
+        parts = ("num_attention_heads", "num_local_experts", "vocab_size")
+        uneven = [f"{name} = {getattr(config, name)}" for name in parts if getattr(config, name) % ranks]
+        if uneven:
+            raise UserError(f"The model does not divide among {ranks} ranks: {', '.join(uneven)}; use another number.")
         if local_experts is None:
             local_experts = config.num_local_experts // ranks
         instance = cls(
@@ -149,7 +154,7 @@ class Instance:
             top_k=config.num_experts_per_tok,
             moe_hidden=config.moe_hidden_size,
             moe_inter=config.moe_intermediate_size,
-            vocab=config.vocab_size,
+            vocab=config.vocab_size // ranks,
             nvfp4=nvfp4,
             fp8_cache=fp8_cache,
             row_cap=row_cap,
@@ -345,12 +350,14 @@ class Instance:
 
     @property
     def mail_columns(self) -> dict[str, int]:
-        """Columns of a row that one rank sends, for each exchange point of a layer."""
+        """Columns of a row that one rank sends, for each exchange point."""
         return {
             "O_PROJ": self.hidden,
             "PRE_PROJ": self.moe_hidden // self.ranks,
             "EXPERT": self.moe_hidden,
             "POST_PROJ": self.hidden // self.ranks,
+            "EMBEDDING": self.hidden,
+            "BEST_TOKEN": PACKET_COLUMNS,
         }
 
     @property

@@ -62,6 +62,8 @@ SITES: tuple[tuple[str, str], ...] = (
     ("PRE_PROJ_MAIL", "the columns of pre_expert_proj"),
     ("EXPERT_MAIL", "the combined experts"),
     ("POST_PROJ_MAIL", "the columns of post_expert_proj"),
+    ("EMBEDDING_MAIL", "the embedding of a token"),
+    ("BEST_TOKEN_MAIL", "the best token"),
 )
 MAX_RANKS = 8
 PEER_SHIFT = 16  # a fault's site word: the site, and above it 1 + the rank whose packet is missing

@@ -13,7 +13,7 @@ from sgl_muse_mega.checkpoint.target import share_layer
 from sgl_muse_mega.config import QuantizationConfig, TargetConfig
 from sgl_muse_mega.megakernel.instance import MAX_ROWS
 from sgl_muse_mega.megakernel.machine import Machine
-from sgl_muse_mega.megakernel.mailbox import Mail
+from sgl_muse_mega.megakernel.mailbox import LoopBack, Mail
 from sgl_muse_mega.megakernel.step import CACHE_DTYPES, Step
 from sgl_muse_mega.megakernel.weights import KernelLayer, KernelWeights, prepare_layer
 
@@ -93,11 +93,14 @@ def random_weights(
     def normal(*shape: int, std: float) -> Tensor:
         return (torch.randn(*shape, generator=generator, device=device) * std).to(torch.bfloat16)
 
+    def share(whole: Tensor) -> Tensor:
+        return whole.chunk(ranks)[rank].contiguous()
+
     return KernelWeights(
-        embedding=normal(*vocabulary, std=1.0),
+        embedding=share(normal(*vocabulary, std=1.0)),
         layers=tuple(layers),
         final_norm=1 + normal(config.hidden_size, std=0.1),
-        lm_head=normal(*vocabulary, std=4 * config.hidden_size**-0.5),
+        lm_head=share(normal(*vocabulary, std=4 * config.hidden_size**-0.5)),
     )
 
 
@@ -210,7 +213,7 @@ class RandomStep:
         device, rows = self.step.machine.device, self.step.instance.row_cap
         slots = self.caches[0][0].shape[0]
         self.sequence.length = length
-        self.sequence.tokens = torch.randint(0, self.step.config.vocab_size, (rows,), generator=generator)
+        self.sequence.tokens = self.random_tokens((rows,), generator)
         self.sequence.slots = [torch.randperm(slots - 1, generator=generator)[: length + rows] + 1 for _ in range(2)]
         self.seek(0)
         gpu = torch.Generator(device).manual_seed(seed)
@@ -222,6 +225,13 @@ class RandomStep:
                 bits = cache.view(torch.uint8)
                 bits.fill_(0xFF)
                 bits[where] = content.view(torch.uint8)
+
+    def random_tokens(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Token ids; in loop-back those that this rank holds, since nobody else would send their embeddings."""
+        first, count = 0, self.step.config.vocab_size
+        if isinstance(self.step.mail, LoopBack):
+            first, count = self.step.first_token, self.step.instance.vocab
+        return first + torch.randint(0, count, shape, generator=generator)
 
     def seek(self, rows: int, source: "RandomStep | None" = None) -> None:
         """Sets the inputs to the state after `rows` of the sequence's tokens were committed; theirs come next.

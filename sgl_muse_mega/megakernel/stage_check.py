@@ -246,7 +246,8 @@ class LayerCheck:
 def embed_results(step: Step, rows: int, caches: list[tuple[Tensor, Tensor]]) -> list[StageResult]:
     """Stages of the embed launch."""
     c, act = step.config, step.activations
-    stream = head.e1_embedding(step.inputs.token_ids[:rows], step.weights.embedding, c.rms_norm_eps, NUM)
+    ids = step.inputs.token_ids[:rows] - step.first_token
+    stream = head.e1_embedding(ids, step.weights.embedding, c.rms_norm_eps, NUM)
     a = attention.a1_input_norm(act.stream[:rows], step.weights.layers[0].input_norm, c.rms_norm_eps, NUM)
     return [
         compare("E1 embedding", act.stream[:rows], stream),
@@ -289,7 +290,9 @@ def head_results(step: Step, rows: int) -> list[StageResult]:
         compare("O1 final norm", act.next_input[:rows], hf),
         compare("O2-O3 logits", ours, logits),
         compare(
-            "greedy token's logit", ours.gather(1, act.greedy_ids[:rows, None]), ours.max(dim=1, keepdim=True).values
+            "greedy token's logit",
+            ours.gather(1, act.greedy_ids[:rows, None] - step.first_token),
+            ours.max(dim=1, keepdim=True).values,
         ),
     ]
 

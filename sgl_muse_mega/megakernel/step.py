@@ -77,6 +77,7 @@ class Step:
         self.weights = weights
         self.machine = machine
         self.mail: Mail = mail or NoMail()
+        self.first_token = self.mail.rank * config.vocab_size // self.mail.ranks  # of this rank's rows of the head
         device = machine.device
         local = weights.layers[0].down.shape[0]
         self.variants: dict[bool, Variant] = {}

@@ -160,7 +160,10 @@ class Arm:
             case.fill(work.context, work.seed)
             self.cases[cap] = case
             generator = torch.Generator().manual_seed(work.seed)
-            tokens = torch.randint(0, config.vocab_size, (work.draws, 16), generator=generator)
+            if work.ranks > 1:
+                tokens = case.random_tokens((work.draws, 16), generator)
+            else:
+                tokens = torch.randint(0, config.vocab_size, (work.draws, 16), generator=generator)
             self.tokens[cap] = tokens[:, :cap].to(self.machine.device)
 
     def describe(self) -> dict[str, Any]:
