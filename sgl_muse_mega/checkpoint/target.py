@@ -90,13 +90,12 @@ def share_layer(config: TargetConfig, layer: int, weights: LayerWeights, *, rank
     """
     share = _share(config, rank, ranks)
     held: dict[str, Any] = {
-        field: getattr(weights, field)[entry.part].contiguous()
-        for field, entry in _layer_table(config, share, layer).items()
+        field: _own(getattr(weights, field), entry) for field, entry in _layer_table(config, share, layer).items()
     }
     for field in _EXPERT_FIELDS:
         stored = getattr(weights, field)
         parts = {
-            name: (getattr(stored, name) if name else stored)[entry.part].contiguous()
+            name: _own(getattr(stored, name) if name else stored, entry)
             for name, entry in _expert_table(config, share, layer, field).items()
         }
         held[field] = parts[""] if "" in parts else Nvfp4Experts(**parts)
@@ -109,11 +108,14 @@ def share_target(config: TargetConfig, weights: TargetWeights, *, rank: int, ran
     Raises UserError when the model does not divide among the ranks.
     """
     share = _share(config, rank, ranks)
-    top = {
-        field: getattr(weights, field)[entry.part].contiguous() for field, entry in _top_table(config, share).items()
-    }
+    top = {field: _own(getattr(weights, field), entry) for field, entry in _top_table(config, share).items()}
     layers = tuple(share_layer(config, i, held, rank=rank, ranks=ranks) for i, held in enumerate(weights.layers))
     return TargetWeights(layers=layers, **top)
+
+
+def _own(whole: Tensor, entry: _Entry) -> Tensor:
+    """The part of a tensor that a rank holds, in memory of its own (a slice may not be aligned as kernels need it)."""
+    return whole[entry.part].clone(memory_format=torch.contiguous_format) if entry.part else whole
 
 
 def save_target(

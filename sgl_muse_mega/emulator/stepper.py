@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from sgl_muse_mega.emulator.machine import (
 )
 from sgl_muse_mega.megakernel.build import Progress, quiet
 from sgl_muse_mega.megakernel.compiled import Compiled
+from sgl_muse_mega.megakernel.mailbox import SharedMail
 from sgl_muse_mega.megakernel.protocol import RECORD_WORDS, FaultRecord
 from sgl_muse_mega.megakernel.step import Step
 
@@ -36,7 +37,8 @@ class EmulatedModule:
 
     def launch(self, kernel: str, params: ctypes.Structure) -> None:
         """Puts a launch at the end of the stream."""
-        self._owner.enqueue(Launch(self._library.kernel(kernel), bytes(params), self._sms, self._shared_bytes))
+        entry = self._library.kernel(kernel)
+        self._owner.enqueue(Launch(entry, bytes(params), self._sms, self._shared_bytes, rank=self._owner.rank))
 
 
 class Emulator:
@@ -45,9 +47,11 @@ class Emulator:
     device = torch.device("cpu")
     deadline_ns = 10**12  # passes when nothing else can happen
 
-    def __init__(self, sms: int = 4, schedule: Schedule = PLAIN, sources: Path | None = None) -> None:
-        """sources: another folder than the package's csrc to take step.cu and the phases from."""
+    def __init__(self, sms: int = 4, schedule: Schedule = PLAIN, sources: Path | None = None, rank: int = 0) -> None:
+        """sources: another folder than the package's csrc to take step.cu and the phases from; rank: of an
+        `EmulatedRanks`."""
         self.sms = sms
+        self.rank = rank
         self.schedule = schedule
         self._sources = sources
         self.statistics: Statistics | None = None  # of the last run
@@ -82,14 +86,60 @@ class Emulator:
 
     def synchronize(self) -> None:
         """Runs what was launched. Raises EmulatorFault; a kernel that gave up adds its own sentence."""
+        self.statistics = run_together([self], self.schedule)
+
+    def take(self) -> list[Launch]:
+        """The launches of the stream, which is empty afterwards."""
         stream, self._stream = self._stream, []
-        try:
-            self.statistics = machine().run(stream, self.schedule)
-        except EmulatorFault as fault:
-            record = FaultRecord.read(self.fault_record.tolist())
-            if record is None:
-                raise
-            raise EmulatorFault(fault.kind, f"{record.sentence()}\n{fault.text}", self.schedule) from fault
+        return stream
+
+
+class EmulatedRanks:
+    """Several GPUs in this process, each with an arena that all reach; their launches run together."""
+
+    def __init__(
+        self,
+        ranks: int,
+        sms: int = 3,
+        schedule: Schedule = PLAIN,
+        sources: Path | None = None,
+        session: int = 1,
+        arena_bytes: int = 1 << 22,
+    ) -> None:
+        self.machines = [Emulator(sms, schedule, sources, rank) for rank in range(ranks)]
+        self.schedule = schedule
+        self.arenas = [torch.zeros(arena_bytes, dtype=torch.uint8) for _ in range(ranks)]
+        self.session = session
+        self.statistics: Statistics | None = None
+
+    def mail(self, rank: int) -> SharedMail:
+        """Rank `rank`'s place among the ranks; mailboxes are taken from the beginning of the arenas."""
+        return SharedMail(self.arenas[rank], [arena.data_ptr() for arena in self.arenas], rank, self.session)
+
+    def attach(self, steps: Sequence[Step], caches: Sequence[list[tuple[Tensor, Tensor]]]) -> None:
+        """Declares the memory of every rank's step (`Emulator.attach`)."""
+        regions: list[Region] = []
+        for rank, (step, own) in enumerate(zip(steps, caches, strict=True)):
+            regions += [replace(r, name=f"rank {rank} {r.name}") for r in step_regions(step, own)]
+        machine().use(regions)
+
+    def synchronize(self) -> None:
+        """Runs what was launched on all ranks. Raises EmulatorFault; a kernel that gave up adds its own sentence."""
+        self.statistics = run_together(self.machines, self.schedule)
+
+
+def run_together(machines: Sequence[Emulator], schedule: Schedule) -> Statistics:
+    """Runs the streams of the machines, one rank each. Raises EmulatorFault with the sentences of the kernels that gave
+    up."""
+    launches = [launch for each in machines for launch in each.take()]
+    try:
+        return machine().run(launches, schedule)
+    except EmulatorFault as fault:
+        records = [FaultRecord.read(each.fault_record.tolist()) for each in machines]
+        sentences = [record.sentence() for record in records if record]
+        if not sentences:
+            raise
+        raise EmulatorFault(fault.kind, "\n".join([*sentences, fault.text]), schedule) from fault
 
 
 def step_regions(step: Step, caches: list[tuple[Tensor, Tensor]]) -> list[Region]:
