@@ -160,10 +160,9 @@ class Arm:
             case.fill(work.context, work.seed)
             self.cases[cap] = case
             generator = torch.Generator().manual_seed(work.seed)
-            if work.ranks > 1:
-                tokens = case.random_tokens((work.draws, 16), generator)
-            else:
-                tokens = torch.randint(0, config.vocab_size, (work.draws, 16), generator=generator)
+            held = config.vocab_size // work.ranks  # rank 1's rows, or all
+            first = held if work.ranks > 1 else 0
+            tokens = first + torch.randint(0, held, (work.draws, 16), generator=generator)
             self.tokens[cap] = tokens[:, :cap].to(self.machine.device)
 
     def describe(self) -> dict[str, Any]:
