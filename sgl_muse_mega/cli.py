@@ -194,15 +194,18 @@ def bench_step(
 @app.command()
 def build(
     model: Model = None,
+    draft: Annotated[
+        Path | None, typer.Option("--draft", help="Draft folder.", show_default="bundled with the bundled target")
+    ] = None,
     target: Annotated[str, typer.Option("--arch", help="GPU architecture: sm_90a or sm_103a.")] = "sm_90a",
     sms: Annotated[int, typer.Option("--sms", help="SMs of the GPU; the kernels run one CTA on each.")] = 132,
     ranks: Annotated[int, typer.Option("--ranks", help="Ranks that share the experts.")] = 1,
     kv_cache_dtype: Annotated[str, typer.Option("--kv-cache-dtype", help="bf16, fp8 or both.")] = "both",
 ) -> None:
-    """Compile the target's kernels ahead of time; print registers, shared memory and spills of each."""
+    """Compile a pair's kernels ahead of time; print and check what each takes and which instructions it holds."""
     from sgl_muse_mega.commands import build as command
 
-    raise typer.Exit(command.run(model, target=target, sms=sms, ranks=ranks, kv_cache_dtype=kv_cache_dtype))
+    raise typer.Exit(command.run(model, draft, target=target, sms=sms, ranks=ranks, kv_cache_dtype=kv_cache_dtype))
 
 
 @app.command()

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _WHEELS = ("nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12")
+_DISASSEMBLER_WHEEL = "nvidia-cuda-nvdisasm"
 
 
 @dataclass(frozen=True, slots=True)
-class Nvcc:
-    """A CUDA compiler, or why there is none."""
+class Tool:
+    """A program of the CUDA toolkit, or why there is none."""
 
     path: Path | None
     source: str  # where it was found, or every place that was searched
 
 
-def find_nvcc() -> Nvcc:
+def find_nvcc() -> Tool:
     """Search CUDA_HOME, then PATH, then the nvcc wheel; the first that holds an executable wins.
 
     CUDA_HOME may be a list with empty entries, as `CUDA_HOME=$CUDA_HOME:/usr/local/cuda` leaves behind when it was not
@@ -32,18 +33,32 @@ def find_nvcc() -> Nvcc:
         for entry in entries:
             candidate = Path(entry) / "bin" / "nvcc"
             if _executable(candidate):
-                return Nvcc(candidate, "CUDA_HOME" if value == entry else f"CUDA_HOME, which is {value!r}")
+                return Tool(candidate, "CUDA_HOME" if value == entry else f"CUDA_HOME, which is {value!r}")
         searched.append(f"CUDA_HOME is {value!r}, with no bin/nvcc" if entries else "CUDA_HOME is set but empty")
     on_path = shutil.which("nvcc")
     if on_path:
-        return Nvcc(Path(on_path), f"PATH; {searched[0]}" if value is not None else "PATH")
+        return Tool(Path(on_path), f"PATH; {searched[0]}" if value is not None else "PATH")
     searched.append("none on PATH")
     for name in _WHEELS:
-        found = _in_wheel(name)
+        found = _in_wheel(name, "nvcc")
         if found:
-            return Nvcc(found, f"wheel {name}; {searched[0]}" if value is not None else f"wheel {name}")
+            return Tool(found, f"wheel {name}; {searched[0]}" if value is not None else f"wheel {name}")
     searched.append(f"no wheel {' or '.join(_WHEELS)}")
-    return Nvcc(None, ", ".join(searched))
+    return Tool(None, ", ".join(searched))
+
+
+def find_nvdisasm() -> Tool:
+    """The disassembler beside nvcc, else on PATH, else of its wheel."""
+    nvcc = find_nvcc().path
+    if nvcc and _executable(nvcc.with_name("nvdisasm")):
+        return Tool(nvcc.with_name("nvdisasm"), "the folder of nvcc")
+    on_path = shutil.which("nvdisasm")
+    if on_path:
+        return Tool(Path(on_path), "PATH")
+    found = _in_wheel(_DISASSEMBLER_WHEEL, "nvdisasm")
+    if found:
+        return Tool(found, f"wheel {_DISASSEMBLER_WHEEL}")
+    return Tool(None, f"none beside nvcc or on PATH, no wheel {_DISASSEMBLER_WHEEL}")
 
 
 def find_host_compiler() -> Path | None:
@@ -72,13 +87,13 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def _in_wheel(distribution: str) -> Path | None:
+def _in_wheel(distribution: str, program: str) -> Path | None:
     try:
         files = importlib.metadata.files(distribution) or []
     except importlib.metadata.PackageNotFoundError:
         return None
     for file in files:
-        if file.parts[-2:] == ("bin", "nvcc"):
+        if file.parts[-2:] == ("bin", program):
             path = Path(str(file.locate()))
             if _executable(path):
                 return path

@@ -19,6 +19,7 @@ from sgl_muse_mega.results import driver_version
 CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 SUPPORTED_SGLANG = "0.5.23"
 CUDA_BINDINGS_MAJOR = "13"
+WHEELS = "pip install 'sgl-muse-mega[compile]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,10 @@ def checks() -> Iterator[Check]:
     driver = driver_version()
     yield Check("driver", driver is not None, driver or "nvidia-smi does not answer; a GPU needs the NVIDIA driver")
     yield _nvcc()
+    disassembler = toolchain.find_nvdisasm()
+    found = f"{disassembler.path} (from {disassembler.source})"
+    missing = f"{disassembler.source}; only build's look at the instructions needs it"
+    yield Check("nvdisasm", disassembler.path is not None, found if disassembler.path else missing)
     compiler = toolchain.find_host_compiler()
     yield Check("C++ compiler", compiler is not None, str(compiler or "no CXX, g++ or c++; nvcc needs one"))
     bindings = toolchain.installed_version("cuda-bindings")
@@ -92,7 +97,7 @@ def _gpus() -> Iterator[Check]:
 def _nvcc() -> Check:
     nvcc = toolchain.find_nvcc()
     if nvcc.path is None:
-        return Check("nvcc", False, f"{nvcc.source}; install the CUDA toolkit, or set CUDA_HOME to it")
+        return Check("nvcc", False, f"{nvcc.source}; install the CUDA toolkit, set CUDA_HOME to it, or {WHEELS}")
     done = subprocess.run([nvcc.path, "--version"], capture_output=True, text=True, check=False)
     release = re.search(r"release ([\d.]+)", done.stdout)
     if done.returncode or release is None:

@@ -23,8 +23,15 @@ class AcceptInstance:
     softcap: float
     row_cap: int
     shares: int
-    threads: int = 384
+    threads: int
     list_cap: int = 512  # ids a warp puts aside while a filter is applied
+
+    @classmethod
+    def for_sms(
+        cls, sms: int, *, vocab: int, selector_k: int, softcap: float, row_cap: int, threads: int = 384
+    ) -> "AcceptInstance":
+        """All `sms` SMs share the rows evenly. Raises UserError for a vocabulary that the kernel cannot take."""
+        return cls(vocab, selector_k, softcap, row_cap, max(1, sms // row_cap), threads)
 
     def __post_init__(self) -> None:
         """Raises UserError for a vocabulary that the kernel cannot take."""

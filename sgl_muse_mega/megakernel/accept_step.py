@@ -37,10 +37,9 @@ class AcceptStep:
         self._logits, self._greedy_ids, self._draft = logits, greedy_ids, draft
         row_cap, vocab = logits.shape
         selector_k = draft.candidates.shape[1] if draft else 1
-        self.instance = AcceptInstance(
-            vocab=vocab, selector_k=selector_k, softcap=softcap, row_cap=row_cap,
-            shares=max(1, machine.sms // row_cap), threads=threads,
-        )  # fmt: skip
+        self.instance = AcceptInstance.for_sms(
+            machine.sms, vocab=vocab, selector_k=selector_k, softcap=softcap, row_cap=row_cap, threads=threads
+        )
         self.module = machine.load(self.instance, progress)
         self.control = KernelControl.allocate(
             draft_protocol.ACCEPT_COUNTERS, self.instance.sms, row_cap, machine.device, first_epoch

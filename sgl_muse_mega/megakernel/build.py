@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 import tempfile
@@ -15,26 +14,18 @@ from pathlib import Path
 
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.compiled import Compiled
+from sgl_muse_mega.megakernel.inspection import KernelResources, read_report, resource_faults
 from sgl_muse_mega.toolchain import cache_directory, find_nvcc
 
 HOPPER = "sm_90a"
+TARGETS = (HOPPER, "sm_103a")
+COMPILER = "13.0"  # the release that the kernels are tuned for
 
 Progress = Callable[[str], None]
 
 
 def quiet(message: str) -> None:
     del message
-
-
-@dataclass(frozen=True, slots=True)
-class KernelResources:
-    """What ptxas reports about one kernel; bytes."""
-
-    name: str
-    registers: int
-    stack: int
-    spill_stores: int
-    spill_loads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +38,16 @@ class Artifact:
 
     def resources(self) -> list[KernelResources]:
         """Per kernel, from ptxas -v."""
-        found = []
-        for entry in re.split(r"Compiling entry function", self.report)[1:]:
-            name = re.search(r"'(\w+)'", entry)
-            registers = re.search(r"Used (\d+) registers", entry)
-            memory = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", entry)
-            if name and registers and memory:
-                found.append(KernelResources(name[1], int(registers[1]), *(int(n) for n in memory.groups())))
-        return sorted(found, key=lambda r: r.name)
+        return read_report(self.report)
 
-    def check_spills(self) -> None:
-        """Raises UserError when a kernel keeps registers in local memory."""
-        bad = [r for r in self.resources() if r.spill_stores or r.spill_loads or r.stack]
-        if bad:
-            names = ", ".join(f"{r.name} ({r.spill_stores} B stored, {r.stack} B stack)" for r in bad)
-            raise UserError(f"The compiler spilled registers of {names}; use the compiler version this was tuned for.")
+    def check(self, instance: Compiled) -> None:
+        """Raises UserError when the kernels of this instance must not be loaded."""
+        faults = resource_faults(instance, self.resources())
+        if faults:
+            found = "; ".join(faults)
+            raise UserError(
+                f"The compiled kernels are refused: {found}. Use nvcc {COMPILER}, which they are tuned for."
+            )
 
 
 def source_directory() -> Path:
@@ -146,7 +132,7 @@ def _compiler() -> Path:
     if nvcc.path is None:
         raise UserError(
             f"The kernels are compiled at first use and nvcc was not found ({nvcc.source}); install the CUDA toolkit "
-            "13.0 or `pip install nvidia-cuda-nvcc`, or set CUDA_HOME."
+            f"{COMPILER} or `pip install 'sgl-muse-mega[compile]'`, or set CUDA_HOME."
         )
     return nvcc.path
 

@@ -115,7 +115,7 @@ class CudaMachine:
 
     def load(self, instance: Compiled, progress: Progress = quiet) -> CudaModule:
         artifact = build(instance, self._target, progress, self._defines)
-        artifact.check_spills()
+        artifact.check(instance)
         return CudaModule(artifact.path, instance)
 
     def attach(self, step: Step, caches: list[tuple[Tensor, Tensor]]) -> None:

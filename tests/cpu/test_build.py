@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from sgl_muse_mega import toolchain
 from sgl_muse_mega.commands import build as command
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.build import Artifact, build
+from sgl_muse_mega.megakernel.inspection import EXPECTED
 from sgl_muse_mega.megakernel.instance import Instance
 from sgl_muse_mega.megakernel.random_step import tiny_config
 
@@ -22,9 +24,34 @@ ptxas info    : Used 96 registers, used 3 barriers
 """
 
 
+INSTRUCTIONS = (
+    *("ACQBULK", "PREEXIT", "REDG.E.ADD.STRONG.GPU", "LDG.E.STRONG.GPU", "UBLKCP.S.G", "SYNCS.PHASECHK"),
+    *("HMMA.16816.F32.BF16", "LDS.128", "LDG.E.128"),
+)
+
+
+def report(stack: int = 0, spill: int = 0, of: str = "layer_kernel") -> str:
+    """Of all kernels; `of` has the stack and the spills."""
+    return "".join(
+        REPORT.format(name=name, stack=stack * (name == of), spill=spill * (name == of)) for name in EXPECTED
+    )
+
+
+def listing(*without: str, target: str = "sm_90a") -> str:
+    """All kernels, each with every instruction that is asked of any, but those named."""
+    lines = [f"        .target {target}"]
+    for name in EXPECTED:
+        lines.append(f'        .section .text.{name},"ax"')
+        lines += [f"        /*0000*/    {text} ;" for text in INSTRUCTIONS if text not in without]
+    return "\n".join(lines)
+
+
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An nvcc that counts its runs in `runs` and writes a few bytes; the cache is a fresh folder."""
+    """An nvcc that counts its runs in `runs` and writes a few bytes, with a disassembler that prints `listing`.
+
+    The cache is a fresh folder.
+    """
     home = tmp_path / "cuda"
     (home / "bin").mkdir(parents=True)
     nvcc = home / "bin" / "nvcc"
@@ -39,7 +66,11 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     nvcc.chmod(nvcc.stat().st_mode | stat.S_IXUSR)
     Path(f"{nvcc}.version").write_text("Cuda compilation tools, release 13.0\n")
-    Path(f"{nvcc}.report").write_text(REPORT.format(name="layer_kernel", stack=0, spill=0))
+    Path(f"{nvcc}.report").write_text(report())
+    nvdisasm = nvcc.with_name("nvdisasm")
+    nvdisasm.write_text('#!/bin/sh\ncat "$0.listing"\n')
+    nvdisasm.chmod(nvcc.stat().st_mode)
+    Path(f"{nvdisasm}.listing").write_text(listing())
     monkeypatch.setenv("CUDA_HOME", str(home))
     monkeypatch.setenv("SGL_MUSE_MEGA_CACHE", str(tmp_path / "cache"))
     return nvcc
@@ -114,41 +145,92 @@ def test_without_a_compiler_the_sentence_says_what_to_install(tmp_path: Path, mo
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("SGL_MUSE_MEGA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("sgl_muse_mega.toolchain._in_wheel", lambda name: None)
+    monkeypatch.setattr("sgl_muse_mega.toolchain._in_wheel", lambda *_: None)
     with pytest.raises(UserError, match="nvidia-cuda-nvcc"):
         build(instance())
 
 
 def test_spills_and_stack_are_refused(tmp_path: Path) -> None:
-    clean = Artifact(tmp_path, REPORT.format(name="layer_kernel", stack=0, spill=0), 1.0)
-    clean.check_spills()
-    assert [(r.name, r.registers) for r in clean.resources()] == [("layer_kernel", 96)]
+    clean = Artifact(tmp_path, report(), 1.0)
+    clean.check(instance())
+    assert {(r.name, r.registers) for r in clean.resources()} == {(name, 96) for name in EXPECTED}
     for stack, spill in ((0, 4), (8, 0)):
-        artifact = Artifact(tmp_path, REPORT.format(name="layer_kernel", stack=stack, spill=spill), 1.0)
-        with pytest.raises(UserError, match="layer_kernel"):
-            artifact.check_spills()
+        with pytest.raises(UserError, match="layer_kernel keeps registers in local memory"):
+            Artifact(tmp_path, report(stack, spill), 1.0).check(instance())
 
 
-def test_the_command_reports_every_kernel_and_fails_on_spills(
-    compiler: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A target folder with nothing but its configuration."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(tiny_config().to_hf()))
+    return folder
+
+
+def test_the_command_reports_every_kernel_and_refuses_spills(
+    compiler: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(tiny_config().to_hf()))
     assert command.run(model, kv_cache_dtype="fp8") == 0
     printed = capsys.readouterr().out
-    assert printed.count("layer_kernel") == 2  # capacities of 8 and of 16 rows
-    assert "none" in printed
-    Path(f"{compiler}.report").write_text(REPORT.format(name="layer_kernel", stack=16, spill=8))
+    # two row capacities of the target's kernels and of the accept rule's; no draft was given
+    assert [printed.count(f"{name} {rows} ") > 0 for name in ("NVFP4 fp8", "accept") for rows in (8, 16)] == [True] * 4
+    assert "draft 8" not in printed
+    assert "All gates hold" in printed
+    Path(f"{compiler}.report").write_text(report(stack=16, spill=8))
     assert command.run(model, kv_cache_dtype="bf16") == 1
-    assert "24 B" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Refused: layer_kernel keeps registers in local memory (8 B stored, 16 B stack)." in printed
+    assert "All gates hold" not in printed
 
 
-def test_the_command_refuses_unknown_caches_and_uneven_ranks(compiler: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(tiny_config().to_hf()))
+def test_the_command_compiles_the_bundled_pair_with_its_draft(
+    compiler: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.run(None, kv_cache_dtype="fp8") == 0
+    printed = capsys.readouterr().out
+    assert all(
+        f"{name} {rows} " in printed for name in ("BF16 fp8", "NVFP4 fp8", "draft", "accept") for rows in (8, 16)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (listing("UBLKCP.S.G"), "layer_kernel holds no bulk copy."),
+        (listing("HMMA.16816.F32.BF16"), "draft_layer_kernel holds no tensor-core product."),
+        (listing() + "\n        /*0010*/    @P0 STL [R1], R0 ;", "1 accesses to local memory"),
+        (listing(target="sm_103a"), "the machine code is for sm_103a, not for sm_90a."),
+    ],
+)
+def test_the_command_refuses_machine_code(
+    compiler: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
+) -> None:
+    Path(f"{compiler.with_name('nvdisasm')}.listing").write_text(text)
+    assert command.run(None, kv_cache_dtype="bf16") == 1
+    assert words in capsys.readouterr().out
+
+
+def test_the_command_says_what_was_not_inspected_or_run(
+    compiler: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path(f"{compiler.with_name('nvdisasm')}.listing").write_text(listing(target="sm_103a"))
+    assert command.run(model, target="sm_103a", kv_cache_dtype="bf16") == 0
+    assert "have never run on such a GPU" in " ".join(capsys.readouterr().out.split())
+    compiler.with_name("nvdisasm").unlink()
+    monkeypatch.setattr(toolchain, "_DISASSEMBLER_WHEEL", "no-such-wheel")
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
+    assert command.run(model, kv_cache_dtype="bf16") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "The instructions were not inspected" in printed
+    assert "All gates hold" not in printed
+    assert "never run" not in printed
+
+
+def test_the_command_refuses_what_it_cannot_build(compiler: Path, model: Path) -> None:
     with pytest.raises(UserError, match="int4"):
         command.run(model, kv_cache_dtype="int4")
+    with pytest.raises(UserError, match="'sm_80'; --arch can be sm_90a or sm_103a"):
+        command.run(model, target="sm_80")
     with pytest.raises(UserError, match="16 experts do not divide among 3 ranks"):
         command.run(model, ranks=3)

@@ -11,8 +11,8 @@ from sgl_muse_mega.commands import doctor
 from sgl_muse_mega.commands.doctor import Check
 
 LINES = [
-    *("Python", "torch", "GPU", "compute capability", "SM count", "driver", "nvcc", "C++ compiler", "cuda-bindings"),
-    *("SGLang", "peer access", "cache folder"),
+    *("Python", "torch", "GPU", "compute capability", "SM count", "driver", "nvcc", "nvdisasm", "C++ compiler"),
+    *("cuda-bindings", "SGLang", "peer access", "cache folder"),
 ]
 
 
@@ -32,6 +32,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(toolchain, "_WHEELS", ("no-such-wheel",))
+    monkeypatch.setattr(toolchain, "_DISASSEMBLER_WHEEL", "no-such-wheel")
     return tmp_path
 
 
@@ -90,6 +91,23 @@ def test_nvcc_from_the_wheel(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not checked("nvcc").ok
     nvcc = program(bare / "site-some-nvcc" / "nvidia" / "cu13" / "bin" / "nvcc", "release 13.0, V13.0.88")
     assert checked("nvcc").found == f"13.0, {nvcc} (from wheel some-nvcc)"
+
+
+def test_the_disassembler_of_nvccs_folder_goes_before_path_and_wheel(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not checked("nvdisasm").ok
+    monkeypatch.setattr(toolchain, "_DISASSEMBLER_WHEEL", "some-nvdisasm")
+    distribution(bare, monkeypatch, "some-nvdisasm", "13.5.37", ("nvidia/cu13/bin/nvdisasm",))
+    wheel = program(bare / "site-some-nvdisasm" / "nvidia" / "cu13" / "bin" / "nvdisasm", "")
+    assert checked("nvdisasm").found == f"{wheel} (from wheel some-nvdisasm)"
+    on_path = program(bare / "bin" / "nvdisasm", "")
+    assert checked("nvdisasm").found == f"{on_path} (from PATH)"
+    program(bare / "cuda" / "bin" / "nvcc", "release 13.0, V13.0.88")
+    monkeypatch.setenv("CUDA_HOME", str(bare / "cuda"))
+    assert checked("nvdisasm").found == f"{on_path} (from PATH)"
+    beside = program(bare / "cuda" / "bin" / "nvdisasm", "")
+    assert checked("nvdisasm").found == f"{beside} (from the folder of nvcc)"
 
 
 def test_nvcc_that_does_not_run(bare: Path) -> None:
