@@ -15,7 +15,7 @@ from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel import inspection
 from sgl_muse_mega.megakernel.accept_instance import AcceptInstance
 from sgl_muse_mega.megakernel.backend import ROW_CAPS
-from sgl_muse_mega.megakernel.build import HOPPER, TARGETS, Artifact, build
+from sgl_muse_mega.megakernel.build import ARCHITECTURES, HOPPER, Artifact, build
 from sgl_muse_mega.megakernel.compiled import Compiled
 from sgl_muse_mega.megakernel.draft_instance import DraftInstance, TargetEnds
 from sgl_muse_mega.megakernel.inspection import MachineCode
@@ -90,8 +90,8 @@ def run(
     choices = {"both": ("bf16", "fp8"), "bf16": ("bf16",), "fp8": ("fp8",)}
     if kv_cache_dtype not in choices:
         raise UserError(f"There is no KV cache type {kv_cache_dtype!r}; use bf16, fp8 or both.")
-    if target not in TARGETS:
-        raise UserError(f"The kernels are not written for {target!r}; --arch can be {' or '.join(TARGETS)}.")
+    if target not in ARCHITECTURES:
+        raise UserError(f"The kernels are not written for {target!r}; --arch can be {' or '.join(ARCHITECTURES)}.")
     config = load_target_config(model or tiny.target_directory())
     draft_directory = draft or (None if model else tiny.draft_directory())
     draft_config = load_draft_config(draft_directory) if draft_directory else None

@@ -18,7 +18,7 @@ from sgl_muse_mega.megakernel.inspection import KernelResources, read_report, re
 from sgl_muse_mega.toolchain import cache_directory, find_nvcc
 
 HOPPER = "sm_90a"
-TARGETS = (HOPPER, "sm_103a")
+ARCHITECTURES = (HOPPER, "sm_103a")
 COMPILER = "13.0"  # the release that the kernels are tuned for
 
 Progress = Callable[[str], None]

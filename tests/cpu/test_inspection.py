@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sgl_muse_mega.megakernel import build as building
 from sgl_muse_mega.megakernel import inspection
-from sgl_muse_mega.megakernel.build import TARGETS, Artifact, build
+from sgl_muse_mega.megakernel.build import ARCHITECTURES, Artifact, build
 from sgl_muse_mega.megakernel.inspection import MachineCode, code_faults, disassemble, register_limit, resource_faults
 
 WHOLE = inspection.EXPECTED["layer_kernel"]  # every expectation there is
@@ -157,7 +157,7 @@ class Small:
         return "small kernels"
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=ARCHITECTURES)
 def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Artifact]]:
     """The small kernels, compiled for a target."""
     folder = tmp_path_factory.mktemp("small")
@@ -181,7 +181,7 @@ def test_what_a_kernel_lacks_is_found_in_its_machine_code(
         assert len(found) == (words is not None), (kernel, found)
         assert words is None or words in found[0]
         assert words is None or found[0].count("no ") == words.count("no ")  # nothing else is missing
-    other = next(name for name in TARGETS if name != target)
+    other = next(name for name in ARCHITECTURES if name != target)
     assert code_faults(Small(), code, other)[0] == f"the machine code is for {target}, not for {other}"
     assert code_faults(replace(Small(), kernels=("absent",)), code, target)[0] == "absent is not in the machine code"
 
