@@ -13,7 +13,7 @@ from sgl_muse_mega.megakernel.compiled import Compiled
 from sgl_muse_mega.megakernel.inspection import code_faults, disassemble, resource_faults
 from sgl_muse_mega.megakernel.random_step import spark_config
 
-RANKS, VOCAB = 4, 202048
+RANKS, HEADS, VOCAB = 4, 128, 202048
 SMS = {"sm_90a": 132, "sm_103a": 148}
 
 
@@ -21,7 +21,7 @@ def rank_of_four(sms: int) -> dict[str, Compiled]:
     """NVFP4 and BF16 experts, both row capacities, draft and accept rule; fp8 caches (the tiny pair's are bf16)."""
     found: dict[str, Compiled] = {}
     for nvfp4 in (True, False):
-        target = spark_config(7, nvfp4=nvfp4, vocab_size=VOCAB)
+        target = spark_config(7, nvfp4=nvfp4, heads=HEADS, vocab_size=VOCAB)
         found |= instances(target, spark_draft(target), sms=sms, ranks=RANKS, kv_dtypes=("fp8",))
     return found
 
