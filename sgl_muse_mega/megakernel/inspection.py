@@ -55,7 +55,7 @@ EXPECTED: Mapping[str, Mapping[str, re.Pattern[str]]] = {
     "embed_kernel": _STREAMING,  # its only 16-byte global accesses are stores
     "layer_kernel": {**_STREAMING, **_WIDE},  # attention reads the cache
     "head_kernel": {**_STREAMING, **_WIDE},
-    "draft_layer_kernel": {**_STREAMING, **_WIDE},
+    "draft_block_kernel": {**_STREAMING, **_WIDE},
     "draft_head_kernel": _STREAMING,
     "verify_head_kernel": _STREAMING,
     "draft_context_kernel": _STREAMING,

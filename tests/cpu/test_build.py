@@ -198,7 +198,7 @@ def test_the_command_compiles_the_bundled_pair_with_its_draft(
     ("text", "words"),
     [
         (listing("UBLKCP.S.G"), "layer_kernel holds no bulk copy."),
-        (listing("HMMA.16816.F32.BF16"), "draft_layer_kernel holds no tensor-core product."),
+        (listing("HMMA.16816.F32.BF16"), "draft_block_kernel holds no tensor-core product."),
         (listing() + "\n        /*0010*/    @P0 STL [R1], R0 ;", "1 accesses to local memory"),
         (listing(target="sm_103a"), "the machine code is for sm_103a, not for sm_90a."),
     ],
