@@ -51,7 +51,7 @@ _STREAMING = {
 _WIDE = {"16-byte global load": WIDE_GLOBAL_LOAD}
 
 LANES_COPY = frozenset({"draft_block_kernel"})
-"""Kernels that may issue copies in loops over the lanes: each lane fetches the keys and values whose place it looked up."""
+"""May issue copies in loops over the lanes: each lane fetches the keys and values whose place it looked up."""
 
 # What each kernel's machine code must hold.
 EXPECTED: Mapping[str, Mapping[str, re.Pattern[str]]] = {
