@@ -106,3 +106,49 @@ class Arm:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+
+
+class Servers:
+    """Starts arms with a common environment and ends them all."""
+
+    def __init__(self, stock: Path, work: Path, logs: Path) -> None:
+        site = work / "site"
+        site.mkdir()
+        install(site)
+        self._base = stock_environment(stock)
+        paths = [str(site), str(ROOT), str(ROOT / "benchmark"), self._base.get("PYTHONPATH", "")]
+        self._base["PYTHONPATH"] = ":".join(filter(None, paths))
+        self._logs = logs
+        self.arms: list[Arm] = []
+
+    def start(self, name: str, arguments: dict[str, Any], step: str | None = None, weights: bool = False) -> Arm:
+        """step: SGLANG_MUSE_MEGA_STEP of a server with the plugin; None: stock."""
+        environment = dict(self._base)
+        arguments = arguments | {"port": 31000 + 200 * len(self.arms)}
+        if step is not None:
+            arguments["enable_nvidia_megakernel"] = True
+            environment["SGLANG_MUSE_MEGA_STEP"] = step
+        if weights:
+            environment["SERVE_CHECK_WEIGHTS"] = "1"
+        arm = Arm(name, arguments, environment, self._logs)
+        self.arms.append(arm)
+        return arm
+
+    def stop(self, *arms: Arm) -> None:
+        for arm in arms or self.arms:
+            arm.stop()
+
+
+def common(**changes: Any) -> dict[str, Any]:
+    return {
+        "attention_backend": "triton", "sampling_backend": "pytorch", "grammar_backend": "none",
+        "skip_tokenizer_init": True, "enable_multimodal": False, "disable_prefill_cuda_graph": True,
+        "mem_fraction_static": 0.93, "max_total_tokens": 16384, "log_level": "info",
+    } | changes  # fmt: skip
+
+
+def speculative(draft: str) -> dict[str, Any]:
+    return {
+        "speculative_algorithm": "DFLASH", "speculative_draft_model_path": draft, "speculative_num_draft_tokens": 8,
+        "speculative_draft_kv_cache_dtype": "bfloat16",
+    }  # fmt: skip

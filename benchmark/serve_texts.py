@@ -18,6 +18,7 @@ from sgl_muse_mega.commands.text import Text
 from sgl_muse_mega.config import load_target_config
 
 NEAR_TIE = 0.25  # nats
+NEVER = 99.0  # nats, for a candidate that is not among stock's best 20
 NEW_TOKENS = 160
 CONTEXT = 512
 GREEDY = {"temperature": 0.0}
@@ -123,7 +124,7 @@ def _gap(stock: Arm, context: list[int], candidates: tuple[int, int]) -> float:
     scores = {token: value for value, token in output["top"][0]}
     lowest = min(scores.values())
     first, second = (scores.get(token, lowest) for token in candidates)
-    return abs(first - second) if candidates[1] in scores else float("inf")
+    return abs(first - second) if candidates[1] in scores else NEVER
 
 
 def sampled(
@@ -137,7 +138,7 @@ def sampled(
     outcomes, (length, exact) = [], record["sampled"][stock.name]
     for arm in others:
         ours = record["sampled"][arm.name]
-        near = abs(ours[0] / length - 1) < 0.1 and abs(ours[1] - exact) < 0.1
+        near = abs(ours[0] - length) <= 0.1 * length and abs(ours[1] - exact) <= 0.1
         outcomes.append(Outcome("temperature 0.8", arm.name, 0, 0, note="" if near else "! not as stock's"))
     return outcomes
 
@@ -145,7 +146,7 @@ def sampled(
 def accept_length(outputs: list[dict[str, Any]]) -> float:
     """Tokens per verify step, pooled."""
     verified = sum(o.get("spec_verify_ct") or 0 for o in outputs)
-    return sum(o["completion_tokens"] for o in outputs) / verified if verified else float("nan")
+    return sum(o["completion_tokens"] for o in outputs) / verified if verified else 0.0
 
 
 def run(texts: Texts, stock: Arm, others: list[Arm], say: Callable[[str], None]) -> dict[str, Any]:

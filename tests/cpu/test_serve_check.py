@@ -52,7 +52,7 @@ def test_a_difference_must_be_a_near_tie(other: float, passed: bool) -> None:
 
 
 def test_a_token_that_stock_would_never_choose() -> None:
-    assert compared(Stock({6: -0.1}), output(4, 5, 60)).gaps == [float("inf")]
+    assert compared(Stock({6: -0.1}), output(4, 5, 60)).gaps == [serve_texts.NEVER]
 
 
 def test_a_text_that_ends_elsewhere() -> None:
@@ -109,3 +109,43 @@ def test_weights() -> None:
     serve_weights.fill(model)
     assert torch.equal(draft["layers.0.norm.weight"], torch.ones(8))
     assert draft["layers.0.attention_conv.base_kernel"].std().item() == pytest.approx(0.5, rel=0.2)
+
+
+class Server:
+    """Answers as a server would: text and stops from the prompt alone, refusals at the end of the context."""
+
+    def __init__(self, name: str, broken: str = "") -> None:
+        self.name, self.broken = name, broken
+
+    def ask(
+        self,
+        operation: str,
+        *,
+        prompts: list[list[int]],
+        sampling: list[dict[str, Any]],
+        together: bool = False,
+        top_logprobs: int = 0,
+    ) -> list[dict[str, Any]]:
+        found = []
+        for prompt, params in zip(prompts, sampling, strict=True):
+            count = params["max_new_tokens"]
+            if len(prompt) + count > serve_texts.CONTEXT:
+                found.append({"ids": [], "completion_tokens": 0, "finish_reason": "too long", "cached_tokens": 0})
+                continue
+            ids = [10 + (sum(prompt) + 7 * i) % 90 for i in range(min(count, 30))]
+            ids = [i for i in ids if str(i) not in params.get("logit_bias", {})]
+            if self.broken == "bias" and "logit_bias" in params:
+                ids = [int(next(iter(params["logit_bias"])))]
+            output = {"ids": ids, "completion_tokens": len(ids), "finish_reason": "length", "cached_tokens": 3}
+            found.append(output | {"spec_verify_ct": 5, "top": [[[-0.1, ids[0]], [-3.0, 1]]]} if ids else output)
+        return found
+
+
+def test_the_whole_comparison() -> None:
+    said: list[str] = []
+    stock = Server("stock")
+    record = serve_texts.run(serve_texts.Texts(30), stock, [Server("good"), Server("bad", "bias")], said.append)  # type: ignore[arg-type, list-item]
+    failed = {(o["case"], o["arm"]) for o in record["outcomes"] if not o["passed"]}
+    assert failed == {("T04 bias -100", "bad")}
+    assert record["accept_length"] == {"stock": 6.0, "good": 6.0, "bad": 6.0}
+    assert len(said) == len(record["outcomes"]) + 1
