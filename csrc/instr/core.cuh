@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #define DEVICE __device__ __forceinline__
+#define DEVICE_CALL __device__ __noinline__ inline  // one copy of the code for all callers
 #define KERNEL(name, parameter_type, threads) \
     extern "C" __global__ void __launch_bounds__(threads, 1) name(const __grid_constant__ parameter_type p)
 

@@ -7,6 +7,7 @@ namespace boundary {
 // E1 and A1 of layer 0: embedding row, norm, stream; then the first layer's input norm.
 DEVICE void embed_row(const Params& p, uint32_t epoch, int row) {
     using Columns = RowColumns<cfg::HIDDEN>;
+    const GammaColumns<cfg::HIDDEN> gamma(p.next_norm);
     float4 s[Columns::GROUPS] = {};
     float squares = 0.f;
     Exchange::embedding(p, epoch, row, global_load(p.token_ids + row), [&](int i, int, const float4& columns) {
@@ -22,72 +23,78 @@ DEVICE void embed_row(const Params& p, uint32_t epoch, int row) {
     });
     const float next = reciprocal_root(row_sum(squares, 1) / cfg::HIDDEN + cfg::RMS_EPS);
     for_columns<cfg::HIDDEN>([&](int i, int column) {
-        store_bf16x4(p.next_input + row * cfg::HIDDEN + column,
-                     times(times(s[i], next), centred_gamma(p.next_norm + column)));
+        store_bf16x4(p.next_input + row * cfg::HIDDEN + column, times(times(s[i], next), gamma.centred(i)));
     });
 }
 
 // A9, A10, F1: attention branch into the stream, and the norm before the experts.
-template <class Ready>
-DEVICE void after_attention_row(const Params& p, uint32_t epoch, int row, Ready ready) {
+DEVICE_CALL void after_attention_row(const Params& p, uint32_t epoch, int row) {
     using Columns = RowColumns<cfg::HIDDEN>;
+    float* stream = p.stream + row * cfg::HIDDEN;
+    uint16_t* out = p.router_input + row * cfg::HIDDEN;
     float4 s[Columns::GROUPS] = {};
     uint2 z[Columns::GROUPS] = {};  // the branch is bf16: half the registers
-    for_columns<cfg::HIDDEN>([&](int i, int column) { s[i] = load_f32x4(p.stream + row * cfg::HIDDEN + column); });
-    ready();  // the stream's row is this CTA's own and needs no waiting
+    for_columns<cfg::HIDDEN>([&](int i, int column) { s[i] = load_f32x4(stream + column); });
+    Exchange::wait_o_proj(p, epoch);  // the stream's row is this CTA's own
     float squares = 0.f;
     Exchange::attention_branch(p, epoch, row, [&](int i, int, const float4& branch) {
         z[i] = pack_bf16x4(branch);
         squares += square_sum(branch);
     });
     const float scale = reciprocal_root(row_sum(squares, 0) / cfg::HIDDEN + cfg::POST_EPS);
+    const FloatColumns<cfg::HIDDEN> alpha(p.attention_alpha), beta(p.attention_beta);
+    const GammaColumns<cfg::HIDDEN> gamma(p.pre_feedforward_norm);
     squares = 0.f;
     for_columns<cfg::HIDDEN>([&](int i, int column) {
         const float4 n = round_bf16(times(unpack_bf16x4(z[i]), scale));
-        s[i] = gated_residual(p.attention_alpha + column, p.attention_beta + column, s[i], n);
-        global_store(reinterpret_cast<float4*>(p.stream + row * cfg::HIDDEN + column), s[i]);
+        s[i] = gated_residual(alpha[i], beta[i], s[i], n);
+        global_store(reinterpret_cast<float4*>(stream + column), s[i]);
         squares += square_sum(s[i]);
     });
     const float next = reciprocal_root(row_sum(squares, 1) / cfg::HIDDEN + cfg::RMS_EPS);
     for_columns<cfg::HIDDEN>([&](int i, int column) {
-        store_bf16x4(p.router_input + row * cfg::HIDDEN + column,
-                     times(times(s[i], next), centred_gamma(p.pre_feedforward_norm + column)));
+        store_bf16x4(out + column, times(times(s[i], next), gamma.centred(i)));
     });
 }
 
 // F15, F16, tap, next A1: expert branch into the stream, and the next layer's input norm.
-template <class Ready>
-DEVICE void after_experts_row(const Params& p, uint32_t epoch, int row, Ready ready) {
+DEVICE_CALL void after_experts_row(const Params& p, uint32_t epoch, int row) {
     using Columns = RowColumns<cfg::HIDDEN>;
+    float* stream = p.stream + row * cfg::HIDDEN;
+    uint16_t* out = p.next_input + row * cfg::HIDDEN;
+    uint16_t* tap = p.tap == nullptr ? nullptr : p.tap + row * p.tap_stride;
     float4 s[Columns::GROUPS] = {};
     uint2 z[Columns::GROUPS] = {};  // the branch is bf16: half the registers
-    for_columns<cfg::HIDDEN>([&](int i, int column) { s[i] = load_f32x4(p.stream + row * cfg::HIDDEN + column); });
-    ready();
+    for_columns<cfg::HIDDEN>([&](int i, int column) { s[i] = load_f32x4(stream + column); });
+    const GammaColumns<cfg::HIDDEN> before(p.post_feedforward_norm);
+    wait_counter_math(p, protocol::Counter::POST_PROJ, epoch);
     float squares = 0.f;
-    Exchange::expert_branch(p, epoch, row, [&](int i, int column, const float4& branch) {
-        z[i] = pack_bf16x4(times(branch, centred_gamma(p.post_feedforward_norm + column)));
+    Exchange::expert_branch(p, epoch, row, [&](int i, int, const float4& branch) {
+        z[i] = pack_bf16x4(times(branch, before.centred(i)));
         squares += square_sum(unpack_bf16x4(z[i]));
     });
     const float scale = reciprocal_root(row_sum(squares, 0) / cfg::HIDDEN + cfg::POST_EPS);
+    const FloatColumns<cfg::HIDDEN> alpha(p.feedforward_alpha), beta(p.feedforward_beta);
+    const GammaColumns<cfg::HIDDEN> gamma(p.has_next != 0 ? p.next_norm : p.post_feedforward_norm);
     squares = 0.f;
     for_columns<cfg::HIDDEN>([&](int i, int column) {
         const float4 n = round_bf16(times(unpack_bf16x4(z[i]), scale));
-        s[i] = gated_residual(p.feedforward_alpha + column, p.feedforward_beta + column, s[i], n);
-        global_store(reinterpret_cast<float4*>(p.stream + row * cfg::HIDDEN + column), s[i]);
-        if (p.tap != nullptr) store_bf16x4(p.tap + row * p.tap_stride + column, s[i]);
+        s[i] = gated_residual(alpha[i], beta[i], s[i], n);
+        global_store(reinterpret_cast<float4*>(stream + column), s[i]);
+        if (tap != nullptr) store_bf16x4(tap + column, s[i]);
         squares += square_sum(s[i]);
     });
     const float next = reciprocal_root(row_sum(squares, 1) / cfg::HIDDEN + cfg::RMS_EPS);
     if (p.has_next == 0) return;
     for_columns<cfg::HIDDEN>([&](int i, int column) {
-        store_bf16x4(p.next_input + row * cfg::HIDDEN + column,
-                     times(times(s[i], next), centred_gamma(p.next_norm + column)));
+        store_bf16x4(out + column, times(times(s[i], next), gamma.centred(i)));
     });
 }
 
 // O1: final norm with an absolute gamma.
 DEVICE void final_norm_row(const Params& p, int row) {
     using Columns = RowColumns<cfg::HIDDEN>;
+    const GammaColumns<cfg::HIDDEN> gamma(p.next_norm);
     float4 s[Columns::GROUPS] = {};
     float squares = 0.f;
     for_columns<cfg::HIDDEN>([&](int i, int column) {
@@ -96,36 +103,26 @@ DEVICE void final_norm_row(const Params& p, int row) {
     });
     const float scale = reciprocal_root(row_sum(squares, 0) / cfg::HIDDEN + cfg::RMS_EPS);
     for_columns<cfg::HIDDEN>([&](int i, int column) {
-        store_bf16x4(p.next_input + row * cfg::HIDDEN + column,
-                     times(times(s[i], scale), load_bf16x4(p.next_norm + column)));
+        store_bf16x4(p.next_input + row * cfg::HIDDEN + column, times(times(s[i], scale), gamma[i]));
     });
 }
 
-// Runs `row_operation(row, ready)` for the rows this CTA owns. Every row of the capacity arrives, so that the counter's
-// growth does not depend on the number of rows. A row operation calls ready() before it reads what `wait` is for; CTAs
-// without a row do not wait.
-template <class Wait, class RowOperation>
-DEVICE void for_owned_rows(const Params& p, protocol::Counter counter, Wait wait, RowOperation row_operation,
-                           int shift = 0) {
-    bool waited = false;
+// Runs `row_operation(row)` for the rows this CTA owns. Every row of the capacity arrives, so that the counter's growth
+// does not depend on the number of rows. A row operation waits for what it reads; CTAs without a row do not wait.
+template <class RowOperation>
+DEVICE void for_owned_rows(const Params& p, protocol::Counter counter, RowOperation row_operation) {
     for (int row = 0; row < cfg::ROW_CAP; ++row) {
-        if (!owns_row(row, shift)) continue;
-        if (row < p.rows) {
-            row_operation(row, [&] {
-                if (!waited) wait();
-                waited = true;
-            });
-        }
+        if (!owns_row(row)) continue;
+        if (row < p.rows) row_operation(row);
         arrive_math(p, counter);
     }
 }
 
-// The small vectors of a launch, pulled into L2 while the weights stream past them; every CTA takes its share of lines.
+// The small vectors of a launch, pulled into L2 while the weights stream past them; every CTA takes its share of pieces.
 DEVICE void prefetch_vector(const void* vector, int bytes) {
-    constexpr int LINE = 128;
-    for (int offset = (cta_index() * WARP + lane_index()) * LINE; offset < bytes; offset += cfg::SMS * WARP * LINE) {
-        prefetch_line(static_cast<const char*>(vector) + offset);
-    }
+    constexpr int PIECE = 512;
+    const int at = (cta_index() + cfg::SMS * lane_index()) * PIECE;
+    if (at < bytes) bulk_prefetch(static_cast<const char*>(vector) + at, bytes - at < PIECE ? bytes - at : PIECE);
 }
 
 DEVICE void prefetch_layer_vectors(const Params& p) {

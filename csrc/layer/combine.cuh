@@ -4,71 +4,81 @@
 
 namespace combine {
 
-// Sum of squares of ((1 + w) y) over one line, by one warp.
-DEVICE float line_squares(const Params& p, const float* line) {
-    float squares = 0.f;
-#pragma unroll 16
-    for (int column = lane_index() * 4; column < cfg::MOE_HIDDEN; column += WARP * 4) {
-        squares += square_sum(times(load_f32x4(line + column), centred_gamma(p.post_expert_norm + column)));
-    }
-    return output_gate::warp_sum(squares);
-}
-
 // Line of slot `slot` of a row, or -1 when the expert lives on another rank.
 DEVICE int line_of(const Params& p, int row, int slot) {
     const int expert = global_load(p.route_ids + row * cfg::TOP_K + slot) - p.first_expert;
     return expert >= 0 && expert < cfg::LOCAL_EXPERTS ? routing::Table::line(row, expert) : -1;
 }
 
-DEVICE void combine_row(const Params& p, uint32_t epoch, int row) {
-    const uint32_t scale_at = cfg::REDUCE_AT;  // [TOP_K] the norm's factors, then lines, then omegas
-    for (int slot = warp_index(); slot < cfg::TOP_K; slot += cfg::MATH_WARPS) {
-        const int line = line_of(p, row, slot);
-        float factor = 0.f;
-        if (line >= 0) {
-            const float squares = line_squares(p, p.expert_output + static_cast<int64_t>(line) * cfg::MOE_HIDDEN);
-            factor = reciprocal_root(squares / cfg::MOE_HIDDEN + cfg::POST_EPS);
+static_assert(cfg::TOP_K <= WARP, "a lane looks after a slot");
+constexpr int BATCH = 4;  // lines whose values a thread holds at once
+
+// A thread has the same columns of all lines, so they are read once: squares first, then the weighted sum.
+DEVICE_CALL void combine_row(const Params& p, uint32_t epoch, int row) {
+    using Columns = RowColumns<cfg::MOE_HIDDEN>;
+    const GammaColumns<cfg::MOE_HIDDEN> gamma(p.post_expert_norm);
+    const int slot = lane_index() < cfg::TOP_K ? lane_index() : 0;
+    const int line = line_of(p, row, slot);
+    const float omega = global_load(p.route_weights + row * cfg::TOP_K + slot);
+    wait_counter_math(p, protocol::Counter::EXPERT_OUTPUT, epoch);
+    float4 sum[Columns::GROUPS] = {};
+    uint32_t left = warp_ballot(lane_index() < cfg::TOP_K && line >= 0), turn = 0;
+#pragma unroll 1
+    for (; left != 0u; turn ^= 1u) {
+        bool there[BATCH];
+        float weight[BATCH];
+        float4 y[BATCH][Columns::GROUPS];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            there[i] = left != 0u;
+            const int from = there[i] ? lowest_bit(left) : 0;
+            left &= left - 1u;
+            weight[i] = bits_float(shuffle(float_bits(omega), from));
+            const float* values =
+                p.expert_output + static_cast<int64_t>(shuffle(static_cast<uint32_t>(line), from)) * cfg::MOE_HIDDEN;
+            if (there[i]) {
+                for_columns<cfg::MOE_HIDDEN>([&](int group, int column) { y[i][group] = load_f32x4(values + column); });
+            }
         }
-        if (lane_index() == 0) {
-            shared_store(scale_at + slot * 4, factor);
-            shared_store(scale_at + (cfg::TOP_K + slot) * 4, line);
-            shared_store(scale_at + (2 * cfg::TOP_K + slot) * 4,
-                         global_load(p.route_weights + row * cfg::TOP_K + slot));
+        // [2 turns][line][warp] sums of squares of (1 + w) y; turns alternate, so one barrier is enough.
+        const uint32_t squares_at = cfg::REDUCE_AT + turn * (BATCH * cfg::MATH_WARPS * 4);
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            if (!there[i]) break;
+            float squares = 0.f;
+            for_columns<cfg::MOE_HIDDEN>([&](int group, int) {
+                y[i][group] = times(y[i][group], gamma.centred(group));
+                squares += square_sum(y[i][group]);
+            });
+            squares = output_gate::warp_sum(squares);
+            if (lane_index() == 0) shared_store(squares_at + (i * cfg::MATH_WARPS + warp_index()) * 4, squares);
+        }
+        math_barrier();
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            if (!there[i]) break;
+            float squares = 0.f;
+#pragma unroll
+            for (int warp = 0; warp < cfg::MATH_WARPS; ++warp) {
+                squares += shared_load<float>(squares_at + (i * cfg::MATH_WARPS + warp) * 4);
+            }
+            const float scale = reciprocal_root(squares / cfg::MOE_HIDDEN + cfg::POST_EPS);
+            for_columns<cfg::MOE_HIDDEN>([&](int group, int) {
+                const float4 m = times(y[i][group], scale);
+                float4& s = sum[group];
+                s = float4{s.x + weight[i] * m.x, s.y + weight[i] * m.y, s.z + weight[i] * m.z,
+                           s.w + weight[i] * m.w};
+            });
         }
     }
-    math_barrier();
-    const auto local = [&](int column) {
-        const float4 gamma = centred_gamma(p.post_expert_norm + column);
-        float4 sum{0.f, 0.f, 0.f, 0.f};
-        float4 y[cfg::TOP_K];
-#pragma unroll
-        for (int slot = 0; slot < cfg::TOP_K; ++slot) {
-            const int line = shared_load<int>(scale_at + (cfg::TOP_K + slot) * 4);
-            y[slot] = float4{0.f, 0.f, 0.f, 0.f};
-            if (line >= 0)
-                y[slot] = load_f32x4(p.expert_output + static_cast<int64_t>(line) * cfg::MOE_HIDDEN + column);
-        }
-#pragma unroll
-        for (int slot = 0; slot < cfg::TOP_K; ++slot) {
-            const float4 m = times(times(y[slot], gamma), shared_load<float>(scale_at + slot * 4));
-            const float omega = shared_load<float>(scale_at + (2 * cfg::TOP_K + slot) * 4);
-            sum = float4{sum.x + omega * m.x, sum.y + omega * m.y, sum.z + omega * m.z, sum.w + omega * m.w};
-        }
-        return sum;
-    };
-    Exchange::combined_experts(p, epoch, row, local, [&](int, int column, const float4& sum) {
-        store_bf16x4(p.combined + row * cfg::MOE_HIDDEN + column, sum);
-    });
+    uint16_t* out = p.combined + row * cfg::MOE_HIDDEN;
+    Exchange::combined_experts(
+        p, epoch, row, [&](int group, int) { return sum[group]; },
+        [&](int, int column, const float4& columns) { store_bf16x4(out + column, columns); });
 }
 
 DEVICE void run(const Params& p, uint32_t epoch) {
-    using protocol::Counter;
-    boundary::for_owned_rows(
-        p, Counter::COMBINED, [&] { wait_counter_math(p, Counter::EXPERT_OUTPUT, epoch); },
-        [&](int row, auto ready) {
-            ready();
-            combine_row(p, epoch, row);
-        });
+    boundary::for_owned_rows(p, protocol::Counter::COMBINED, [&](int row) { combine_row(p, epoch, row); });
 }
 
 }  // namespace combine

@@ -27,25 +27,25 @@ struct OneRank {
     // A8: body(group, column, four columns of the attention branch), bf16 after the sum over ranks.
     template <class Body>
     DEVICE static void attention_branch(const Params& p, uint32_t, int row, Body body) {
-        for_columns<cfg::HIDDEN>(
-            [&](int i, int column) { body(i, column, round_bf16(sum_parts<OProj>(p.o_partial, row, column))); });
+        sum_row_parts<OProj>(p.o_partial, row,
+                             [&](int i, int column, const float4& sum) { body(i, column, round_bf16(sum)); });
     }
     // F6: columns of the row before the experts, bf16.
     template <class Body>
     DEVICE static void expert_row(const Params& p, uint32_t, int row, Body body) {
-        for_columns<cfg::MOE_HIDDEN>(
-            [&](int i, int column) { body(i, column, round_bf16(sum_parts<PreProj>(p.pre_partial, row, column))); });
+        sum_row_parts<PreProj>(p.pre_partial, row,
+                               [&](int i, int column, const float4& sum) { body(i, column, round_bf16(sum)); });
     }
-    // F13: the sum of the ranks' combined experts, bf16; local(column) is this rank's F12.
+    // F13: the sum of the ranks' combined experts, bf16; local(group, column) is this rank's F12.
     template <class Local, class Body>
     DEVICE static void combined_experts(const Params&, uint32_t, int, Local local, Body body) {
-        for_columns<cfg::MOE_HIDDEN>([&](int i, int column) { body(i, column, round_bf16(local(column))); });
+        for_columns<cfg::MOE_HIDDEN>([&](int i, int column) { body(i, column, round_bf16(local(i, column))); });
     }
     // F14: the expert branch, bf16.
     template <class Body>
     DEVICE static void expert_branch(const Params& p, uint32_t, int row, Body body) {
-        for_columns<cfg::HIDDEN>(
-            [&](int i, int column) { body(i, column, round_bf16(sum_parts<PostProj>(p.post_partial, row, column))); });
+        sum_row_parts<PostProj>(p.post_partial, row,
+                                [&](int i, int column, const float4& sum) { body(i, column, round_bf16(sum)); });
     }
 };
 
@@ -61,7 +61,7 @@ struct ManyRanks {
         const int owner = static_cast<int>(token) / cfg::VOCAB;
         if (owner == p.rank) {
             const uint16_t* source = p.embedding + (token - first_token(p)) * cfg::HIDDEN;
-            send<mailbox::EmbeddingRow>(p, epoch, row, [&](int column) { return load_bf16x4(source + column); });
+            send<mailbox::EmbeddingRow>(p, epoch, row, [&](int, int column) { return load_bf16x4(source + column); });
         }
         collect<mailbox::EmbeddingRow, 1>(p, epoch, row, owner, body);
     }
@@ -102,7 +102,7 @@ struct ManyRanks {
     }
     template <class Body>
     DEVICE static void expert_row(const Params& p, uint32_t epoch, int row, Body body) {
-        gather<mailbox::PreProjRow>(p, epoch, row, body, [&](int column) {
+        gather<mailbox::PreProjRow>(p, epoch, row, body, [&](int, int column) {
             return sum_parts<PreProj>(p.pre_partial, row, column);
         });
     }
@@ -113,7 +113,7 @@ struct ManyRanks {
     }
     template <class Body>
     DEVICE static void expert_branch(const Params& p, uint32_t epoch, int row, Body body) {
-        gather<mailbox::PostProjRow>(p, epoch, row, body, [&](int column) {
+        gather<mailbox::PostProjRow>(p, epoch, row, body, [&](int, int column) {
             return sum_parts<PostProj>(p.post_partial, row, column);
         });
     }
@@ -136,7 +136,7 @@ struct ManyRanks {
         for (int group = 0; group < groups(Point::PACKETS); ++group) {
             const int packet = group * cfg::MATH_THREADS + first;
             if (packet >= Point::PACKETS) continue;
-            mailbox::send_to_all<Point>(p, epoch, row, packet, pack_bf16x4(part(packet * 4)));
+            mailbox::send_to_all<Point>(p, epoch, row, packet, pack_bf16x4(part(group, packet * 4)));
         }
     }
 
@@ -170,7 +170,7 @@ struct ManyRanks {
         }
     }
 
-    // body(group, column, four columns of the row that the ranks' parts make up); part(column) are this rank's own.
+    // body(group, column, four columns of the row that the ranks' parts make up); part(group, column) are this rank's own.
     template <class Point, class Body, class Part>
     DEVICE static void gather(const Params& p, uint32_t epoch, int row, Body body, Part part) {
         send<Point>(p, epoch, row, part);

@@ -95,9 +95,8 @@ DEVICE void layer_math(const Params& p, uint32_t epoch) {
     mark(p, Point::GATED);
     Exchange::run_o_proj(p, ring, epoch);
     mark(p, Point::O_PROJ);
-    boundary::for_owned_rows(
-        p, Counter::AFTER_ATTENTION, [&] { Exchange::wait_o_proj(p, epoch); },
-        [&](int row, auto ready) { boundary::after_attention_row(p, epoch, row, ready); });
+    boundary::for_owned_rows(p, Counter::AFTER_ATTENTION,
+                             [&](int row) { boundary::after_attention_row(p, epoch, row); });
     mark(p, Point::AFTER_ATTENTION);
     run_dense_to<Router>(p, ring, p.router_partial, Counter::ROUTER);
     mark(p, Point::ROUTER);
@@ -115,9 +114,8 @@ DEVICE void layer_math(const Params& p, uint32_t epoch) {
     mark(p, Point::COMBINED);
     run_dense_to<PostProj>(p, ring, p.post_partial, Counter::POST_PROJ);
     mark(p, Point::POST_PROJ);
-    boundary::for_owned_rows(
-        p, Counter::AFTER_EXPERTS, [&] { wait_counter_math(p, Counter::POST_PROJ, epoch); },
-        [&](int row, auto ready) { boundary::after_experts_row(p, epoch, row, ready); });
+    boundary::for_owned_rows(p, Counter::AFTER_EXPERTS,
+                             [&](int row) { boundary::after_experts_row(p, epoch, row); });
     mark(p, Point::AFTER_EXPERTS);
     if (p.has_next != 0) {
         run_dense_to<QkvProj>(p, ring, p.qkv_partial, Counter::QKV_PROJ);
@@ -169,7 +167,7 @@ DEVICE void embed(const Params& p) {
         wait_rows(p, Counter::AFTER_EXPERTS, epoch);
         load_tokens<QkvProj>(p, ring, p.next_input, eviction_policy(Keep::last_out));
     } else if (warp < cfg::MATH_WARPS) {
-        boundary::for_owned_rows(p, Counter::AFTER_EXPERTS, [] {}, [&](int row, auto) { boundary::embed_row(p, epoch, row); });
+        boundary::for_owned_rows(p, Counter::AFTER_EXPERTS, [&](int row) { boundary::embed_row(p, epoch, row); });
         run_dense_to<QkvProj>(p, ring, p.qkv_partial, Counter::QKV_PROJ);
         qkv::run(p, epoch);
         end_epoch(p, epoch);
@@ -192,8 +190,7 @@ DEVICE void lm_head(const Params& p) {
         wait_rows(p, Counter::AFTER_EXPERTS, epoch);
         load_tokens<LmHead>(p, ring, p.next_input, eviction_policy(Keep::last_out));
     } else if (warp < cfg::MATH_WARPS) {
-        boundary::for_owned_rows(
-            p, Counter::AFTER_EXPERTS, [] {}, [&](int row, auto) { boundary::final_norm_row(p, row); });
+        boundary::for_owned_rows(p, Counter::AFTER_EXPERTS, [&](int row) { boundary::final_norm_row(p, row); });
         head::run_logits(p, ring);
         wait_counter_math(p, Counter::LOGITS, epoch);
         for (int row = 0; row < p.rows; ++row) {

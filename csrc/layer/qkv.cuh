@@ -15,8 +15,23 @@ DEVICE void store_cached(void* cache, int64_t element, float low, float high) {
     }
 }
 
+// What a unit needs beside the product: known before the product is.
+struct Place {
+    int64_t slot = 0;  // in the caches
+    float cosine = 1.f, sine = 0.f;
+
+    Place() = default;
+    DEVICE Place(const Params& p, int row) {
+        slot = global_load(p.next_slots + row);
+        if (p.next_rope == nullptr) return;
+        const float* angles = p.next_rope + global_load(p.positions + row) * cfg::HEAD_DIM + lane_index();
+        cosine = global_load(angles);
+        sine = global_load(angles + cfg::HEAD_DIM / 2);
+    }
+};
+
 // One warp, one 64-wide block of one row: blocks are q heads, k heads, v heads, gate heads. Lane l has 2l and 2l + 1.
-DEVICE void run_unit(const Params& p, int row, int block) {
+DEVICE void run_unit(const Params& p, int row, int block, const Place& place) {
     const int parts = Geometry<QkvProj>::parts(block);
     const float* at = p.qkv_partial + ((block * QkvProj::PARTS) * cfg::ROW_CAP + row) * BLOCK_ROWS + 2 * lane_index();
     float2 value = global_load(reinterpret_cast<const float2*>(at));
@@ -36,10 +51,8 @@ DEVICE void run_unit(const Params& p, int row, int block) {
         low = round_bf16(low * scale);
         high = round_bf16(high * scale);
         if (p.next_rope != nullptr) {
-            const float* angles = p.next_rope + global_load(p.positions + row) * cfg::HEAD_DIM + lane_index();
-            const float cosine = global_load(angles), sine = global_load(angles + cfg::HEAD_DIM / 2);
-            const float rotated = round_bf16(low * cosine - high * sine);
-            high = round_bf16(high * cosine + low * sine);
+            const float rotated = round_bf16(low * place.cosine - high * place.sine);
+            high = round_bf16(high * place.cosine + low * place.sine);
             low = rotated;
         }
     }
@@ -48,8 +61,7 @@ DEVICE void run_unit(const Params& p, int row, int block) {
                      pack_bf16x2(low, high));
     } else if (block < cfg::HEADS + 2 * cfg::KV_HEADS) {
         const int head = (block - cfg::HEADS) % cfg::KV_HEADS;
-        const int64_t element =
-            (global_load(p.next_slots + row) * cfg::KV_HEADS + head) * cfg::HEAD_DIM + 2 * lane_index();
+        const int64_t element = (place.slot * cfg::KV_HEADS + head) * cfg::HEAD_DIM + 2 * lane_index();
         store_cached(is_key ? p.next_key_cache : p.next_value_cache, element, low, high);
     } else {
         const int head = block - cfg::HEADS - 2 * cfg::KV_HEADS;
@@ -59,10 +71,16 @@ DEVICE void run_unit(const Params& p, int row, int block) {
 }
 
 DEVICE void run(const Params& p, uint32_t epoch) {
+    constexpr int BLOCKS = Geometry<QkvProj>::BLOCKS, STEP = cfg::SMS * cfg::MATH_WARPS;
+    const int units = p.has_next != 0 ? p.rows * BLOCKS : 0;
+    int unit = cta_index() + cfg::SMS * warp_index();
+    Place place;
+    if (unit < units) place = Place(p, unit / BLOCKS);
     wait_counter_math(p, protocol::Counter::QKV_PROJ, epoch);
-    const int units = p.has_next != 0 ? p.rows * Geometry<QkvProj>::BLOCKS : 0;
-    for (int unit = cta_index() + cfg::SMS * warp_index(); unit < units; unit += cfg::SMS * cfg::MATH_WARPS) {
-        run_unit(p, unit / Geometry<QkvProj>::BLOCKS, unit % Geometry<QkvProj>::BLOCKS);
+    while (unit < units) {
+        run_unit(p, unit / BLOCKS, unit % BLOCKS, place);
+        unit += STEP;
+        if (unit < units) place = Place(p, unit / BLOCKS);
     }
 }
 

@@ -18,8 +18,10 @@ DEVICE int expert_position(int k) {
 }
 
 // F7: x = bf(N1(h)), stored in the experts' order.
-DEVICE void expert_input_row(const Params& p, uint32_t epoch, int row) {
+DEVICE_CALL void expert_input_row(const Params& p, uint32_t epoch, int row) {
     using Columns = RowColumns<cfg::MOE_HIDDEN>;
+    const GammaColumns<cfg::MOE_HIDDEN> gamma(p.pre_expert_norm);
+    wait_counter_math(p, protocol::Counter::PRE_PROJ, epoch);
     float4 h[Columns::GROUPS] = {};
     float squares = 0.f;
     Exchange::expert_row(p, epoch, row, [&](int i, int, const float4& columns) {
@@ -29,7 +31,7 @@ DEVICE void expert_input_row(const Params& p, uint32_t epoch, int row) {
     const float scale = reciprocal_root(row_sum(squares, 0) / cfg::MOE_HIDDEN + cfg::RMS_EPS);
     uint16_t* out = p.expert_input + row * cfg::MOE_HIDDEN;
     for_columns<cfg::MOE_HIDDEN>([&](int i, int column) {
-        const float4 x = times(times(h[i], scale), centred_gamma(p.pre_expert_norm + column));
+        const float4 x = times(times(h[i], scale), gamma.centred(i));
         global_store(reinterpret_cast<uint32_t*>(out + expert_position(column)), pack_bf16x2(x.x, x.y));
         global_store(reinterpret_cast<uint32_t*>(out + expert_position(column + 2)), pack_bf16x2(x.z, x.w));
     });
@@ -126,12 +128,7 @@ DEVICE void route_rows(const Params& p, uint32_t epoch) {
 
 // Math warps: F7 of the rows this CTA owns.
 DEVICE void run(const Params& p, uint32_t epoch) {
-    boundary::for_owned_rows(
-        p, protocol::Counter::EXPERT_INPUT, [&] { wait_counter_math(p, protocol::Counter::PRE_PROJ, epoch); },
-        [&](int row, auto ready) {
-            ready();
-            expert_input_row(p, epoch, row);
-        });
+    boundary::for_owned_rows(p, protocol::Counter::EXPERT_INPUT, [&](int row) { expert_input_row(p, epoch, row); });
 }
 
 // The table of a step, in shared memory: active local experts in ascending order, each with the set of its rows.

@@ -9,9 +9,10 @@ DEVICE bool owns_row(int row, int shift = 0) { return (row + shift) % cfg::SMS =
 template <int WIDTH>
 struct RowColumns {
     static constexpr int GROUPS = (WIDTH / 4 + cfg::MATH_THREADS - 1) / cfg::MATH_THREADS;
+    static constexpr bool FULL = WIDTH % (4 * cfg::MATH_THREADS) == 0;  // no branches between the groups
     static_assert(WIDTH % 4 == 0, "a thread holds four neighbouring columns");
     DEVICE static int column(int group) { return (group * cfg::MATH_THREADS + thread_index()) * 4; }
-    DEVICE static bool valid(int group) { return column(group) < WIDTH; }
+    DEVICE static bool valid(int group) { return FULL || column(group) < WIDTH; }
 };
 
 // Calls body(group, column) for the column groups of this thread.
@@ -55,17 +56,70 @@ DEVICE void store_bf16x4(uint16_t* address, const float4& v) {
 }
 DEVICE float4 load_f32x4(const float* address) { return global_load(reinterpret_cast<const float4*>(address)); }
 
-// Zero-centred gamma: 1 + w, added in fp32.
-DEVICE float4 centred_gamma(const uint16_t* weight) {
-    const float4 w = load_bf16x4(weight);
-    return float4{1.f + w.x, 1.f + w.y, 1.f + w.z, 1.f + w.w};
-}
+// A thread's columns of a weight vector. Loading one group after the other where it is needed would cost a memory latency
+// each: stores keep later loads from being moved ahead. So vectors are asked for as a whole, with plain loads, which the
+// compiler may not move behind the stores either.
+template <int WIDTH>
+struct GammaColumns {
+    uint2 bits[RowColumns<WIDTH>::GROUPS] = {};
+
+    DEVICE explicit GammaColumns(const uint16_t* weight) {
+        for_columns<WIDTH>([&](int i, int column) {
+            bits[i] = global_load(reinterpret_cast<const uint2*>(weight + column));
+        });
+    }
+    DEVICE float4 operator[](int i) const { return unpack_bf16x4(bits[i]); }
+    // Zero-centred: 1 + w, added in fp32.
+    DEVICE float4 centred(int i) const {
+        const float4 w = unpack_bf16x4(bits[i]);
+        return float4{1.f + w.x, 1.f + w.y, 1.f + w.z, 1.f + w.w};
+    }
+};
+
+template <int WIDTH>
+struct FloatColumns {
+    float4 values[RowColumns<WIDTH>::GROUPS] = {};
+
+    DEVICE explicit FloatColumns(const float* weight) {
+        for_columns<WIDTH>([&](int i, int column) {
+            values[i] = load_f32x4(weight + column);
+        });
+    }
+    DEVICE const float4& operator[](int i) const { return values[i]; }
+};
+
+DEVICE float4 plus(const float4& a, const float4& b) { return float4{a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 DEVICE float4 times(const float4& a, const float4& b) { return float4{a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w}; }
 DEVICE float4 times(const float4& a, float b) { return float4{a.x * b, a.y * b, a.z * b, a.w * b}; }
 
 // s' = alpha s + beta n, per channel (A10, F16).
-DEVICE float4 gated_residual(const float* alpha, const float* beta, const float4& stream, const float4& branch) {
-    const float4 a = load_f32x4(alpha), b = load_f32x4(beta);
+DEVICE float4 gated_residual(const float4& a, const float4& b, const float4& stream, const float4& branch) {
     return float4{a.x * stream.x + b.x * branch.x, a.y * stream.y + b.y * branch.y, a.z * stream.z + b.z * branch.z,
                   a.w * stream.w + b.w * branch.w};
+}
+
+// body(group, column, sum of the product's parts in worker order) for the column groups of this thread; all parts of all
+// groups are asked for before the first sum. partial: [blocks, PARTS, ROW_CAP, 64] f32.
+template <class G, class Body>
+DEVICE void sum_row_parts(const float* partial, int row, Body body) {
+    using Columns = RowColumns<G::N>;
+    float4 part[G::PARTS][Columns::GROUPS];
+    int parts[Columns::GROUPS];
+    for_columns<G::N>([&](int i, int column) {
+        const int block = column / BLOCK_ROWS;
+        parts[i] = Geometry<G>::parts(block);
+        const float* at = partial + ((block * G::PARTS) * cfg::ROW_CAP + row) * BLOCK_ROWS + column % BLOCK_ROWS;
+#pragma unroll
+        for (int k = 0; k < G::PARTS; ++k) {
+            if (k == 0 || k < parts[i]) part[k][i] = load_f32x4(at + k * cfg::ROW_CAP * BLOCK_ROWS);
+        }
+    });
+    for_columns<G::N>([&](int i, int column) {
+        float4 sum = part[0][i];
+#pragma unroll
+        for (int k = 1; k < G::PARTS; ++k) {
+            if (k < parts[i]) sum = plus(sum, part[k][i]);
+        }
+        body(i, column, sum);
+    });
 }

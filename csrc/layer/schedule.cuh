@@ -32,38 +32,41 @@ struct DenseTask {
     int block, chunk, chunk_end, part;
 };
 
-// The tasks of this CTA, in order; the loaders and the math warps walk the same list.
-template <class G>
-struct DenseTasks {
-    int at, end;
+// The tasks of a CTA, in order; the loaders and the math warps walk the same list. The sizes are values, so that one
+// piece of code serves several products.
+struct TaskList {
+    int block, chunk, part;  // of the next task
+    int left;                // units
+    int chunks, block_step;
 
-    DEVICE DenseTasks() {
-        const int cta = cta_index();
-        if (G::WHOLE_K) {
-            at = cta;
-            end = Geometry<G>::BLOCKS;
-        } else {
-            at = Geometry<G>::first_unit(cta < Geometry<G>::WORKERS ? cta : Geometry<G>::WORKERS);
-            end = Geometry<G>::first_unit(cta < Geometry<G>::WORKERS ? cta + 1 : Geometry<G>::WORKERS);
-        }
-    }
     DEVICE bool next(DenseTask& task) {
-        constexpr int CHUNKS = Geometry<G>::CHUNKS;
-        if (at >= end) return false;
-        if (G::WHOLE_K) {
-            task = {at, 0, CHUNKS, 0};
-            at += cfg::SMS;
-            return true;
-        }
-        task.block = at / CHUNKS;
-        task.chunk = at % CHUNKS;
-        const int stop = (task.block + 1) * CHUNKS;
-        const int upto = stop < end ? stop : end;
-        task.chunk_end = task.chunk + (upto - at);
-        task.part = cta_index() - Geometry<G>::first_worker(task.block);
-        at = upto;
+        if (left <= 0) return false;
+        const int end = chunk + left < chunks ? chunk + left : chunks;
+        task = {block, chunk, end, part};
+        left -= end - chunk;
+        block += block_step;
+        chunk = part = 0;  // a CTA starts every block but its first
         return true;
     }
+};
+
+template <class G>
+DEVICE TaskList task_list() {
+    using Shape = Geometry<G>;
+    if constexpr (G::WHOLE_K) {
+        const int blocks = (Shape::BLOCKS + cfg::SMS - 1 - cta_index()) / cfg::SMS;
+        return {cta_index(), 0, 0, blocks * Shape::CHUNKS, Shape::CHUNKS, cfg::SMS};
+    } else {
+        const int worker = cta_index() < Shape::WORKERS ? cta_index() : Shape::WORKERS;
+        const int first = Shape::first_unit(worker), block = first / Shape::CHUNKS;
+        const int units = worker < Shape::WORKERS ? Shape::first_unit(worker + 1) - first : 0;
+        return {block, first % Shape::CHUNKS, cta_index() - Shape::first_worker(block), units, Shape::CHUNKS, 1};
+    }
+}
+
+template <class G>
+struct DenseTasks : TaskList {
+    DEVICE DenseTasks() : TaskList(task_list<G>()) {}
 };
 
 // Sums of the parts of four neighbouring outputs, in worker order. partial: [blocks, PARTS, ROW_CAP, 64] f32.
@@ -73,14 +76,22 @@ DEVICE float4 sum_parts(const float* partial, int row, int column) {
     const int parts = Geometry<G>::parts(block);
     const float* at = partial + ((block * G::PARTS) * cfg::ROW_CAP + row) * BLOCK_ROWS + column % BLOCK_ROWS;
     float4 sum = global_load(reinterpret_cast<const float4*>(at));
-#pragma unroll 8
-    for (int part = 1; part < G::PARTS; ++part) {
-        if (part < parts) {
-            const float4 more = global_load(reinterpret_cast<const float4*>(at + part * cfg::ROW_CAP * BLOCK_ROWS));
-            sum.x += more.x;
-            sum.y += more.y;
-            sum.z += more.z;
-            sum.w += more.w;
+    constexpr int BATCH = G::PARTS < 2 ? 1 : G::PARTS < 18 ? G::PARTS - 1 : 17;  // asked for at once
+#pragma unroll
+    for (int first = 1; first < G::PARTS; first += BATCH) {
+        float4 more[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            if (first + i < parts)
+                more[i] = global_load(reinterpret_cast<const float4*>(at + (first + i) * cfg::ROW_CAP * BLOCK_ROWS));
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            if (first + i >= parts) continue;
+            sum.x += more[i].x;
+            sum.y += more[i].y;
+            sum.z += more[i].z;
+            sum.w += more[i].w;
         }
     }
     return sum;

@@ -160,17 +160,15 @@ DEVICE void combined(const Params& p) {
 
 DEVICE void after_attention(const Params& p) {
     run(p, [&](uint32_t epoch) {
-        boundary::for_owned_rows(
-            p, protocol::Counter::AFTER_ATTENTION, [] {},
-            [&](int row, auto ready) { boundary::after_attention_row(p, epoch, row, ready); });
+        boundary::for_owned_rows(p, protocol::Counter::AFTER_ATTENTION,
+                                 [&](int row) { boundary::after_attention_row(p, epoch, row); });
     });
 }
 
 DEVICE void after_experts(const Params& p) {
     run(p, [&](uint32_t epoch) {
-        boundary::for_owned_rows(
-            p, protocol::Counter::AFTER_EXPERTS, [] {},
-            [&](int row, auto ready) { boundary::after_experts_row(p, epoch, row, ready); });
+        boundary::for_owned_rows(p, protocol::Counter::AFTER_EXPERTS,
+                                 [&](int row) { boundary::after_experts_row(p, epoch, row); });
     });
 }
 

@@ -12,7 +12,7 @@
 // The first thread of the GPU that gives up writes the record (words: see protocol.FaultRecord); all of them trap. The
 // epoch word is of no further use and decides who is first: an exchange in device memory, for not every machine can do
 // one over PCIe. A trap ends all threads at once, so the others leave the first one time to write.
-DEVICE void give_up(const Params& p, uint32_t site, uint32_t expected, uint32_t seen) {
+DEVICE_CALL void give_up(const Params& p, uint32_t site, uint32_t expected, uint32_t seen) {
     constexpr uint32_t ABANDONED = 0xffffffffu;
     constexpr uint64_t FLUSH_NS = 2000000, OTHERS_NS = 50000000;
     if (exchange_system(p.epoch, ABANDONED) != ABANDONED) {

@@ -7,6 +7,7 @@
 #include "warp.h"
 
 #define DEVICE inline
+#define DEVICE_CALL inline
 #define KERNEL(name, parameter_type, threads)                                                                      \
     static void name##_body(const parameter_type& p);                                                              \
     extern "C" __attribute__((visibility("default"))) const emulator::KernelEntry name = {                         \
