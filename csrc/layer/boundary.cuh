@@ -118,7 +118,7 @@ DEVICE void for_owned_rows(const Params& p, protocol::Counter counter, RowOperat
     }
 }
 
-// The small vectors of a launch, pulled into L2 while the weights stream past them; every CTA takes its share of pieces.
+// The small vectors of a launch, pulled into L2 while the weights stream past them; every CTA takes its share.
 DEVICE void prefetch_vector(const void* vector, int bytes) {
     constexpr int PIECE = 512;
     const int at = (cta_index() + cfg::SMS * lane_index()) * PIECE;

@@ -170,7 +170,7 @@ struct ManyRanks {
         }
     }
 
-    // body(group, column, four columns of the row that the ranks' parts make up); part(group, column) are this rank's own.
+    // body(group, column, four columns of the row that the ranks' parts make up); part(group, column) is this rank's.
     template <class Point, class Body, class Part>
     DEVICE static void gather(const Params& p, uint32_t epoch, int row, Body body, Part part) {
         send<Point>(p, epoch, row, part);

@@ -56,9 +56,9 @@ DEVICE void store_bf16x4(uint16_t* address, const float4& v) {
 }
 DEVICE float4 load_f32x4(const float* address) { return global_load(reinterpret_cast<const float4*>(address)); }
 
-// A thread's columns of a weight vector. Loading one group after the other where it is needed would cost a memory latency
-// each: stores keep later loads from being moved ahead. So vectors are asked for as a whole, with plain loads, which the
-// compiler may not move behind the stores either.
+// A thread's columns of a weight vector. Loading one group after the other where it is needed would cost a memory
+// latency each: stores keep later loads from being moved ahead. So vectors are asked for as a whole, with plain loads,
+// which the compiler may not move behind the stores either.
 template <int WIDTH>
 struct GammaColumns {
     uint2 bits[RowColumns<WIDTH>::GROUPS] = {};
@@ -98,8 +98,8 @@ DEVICE float4 gated_residual(const float4& a, const float4& b, const float4& str
                   a.w * stream.w + b.w * branch.w};
 }
 
-// body(group, column, sum of the product's parts in worker order) for the column groups of this thread; all parts of all
-// groups are asked for before the first sum. partial: [blocks, PARTS, ROW_CAP, 64] f32.
+// body(group, column, sum of the product's parts in worker order) for the column groups of this thread; all parts of
+// all groups are asked for before the first sum. partial: [blocks, PARTS, ROW_CAP, 64] f32.
 template <class G, class Body>
 DEVICE void sum_row_parts(const float* partial, int row, Body body) {
     using Columns = RowColumns<G::N>;

@@ -124,9 +124,12 @@ CHANGED = (
     Fault("reduction buffer reused too early", Change("layer/gemm.cuh", BARRIER, after="row, weight_row, sum);")),
     Fault("sums of two rows in one place", Change("layer/row.cuh", "turn * cfg::MATH_WARPS * 4", "0")),
     Fault("previous launch not waited for", Change("layer/kernel.cuh", "wait_for_previous_launch();")),
-    Fault("table published before it is whole", Change("layer/routing.cuh", WARP_SYNC, after="Table::ACTIVE, static")),
     Fault(
-        "ring stage released while lanes read it", Change("layer/ring.cuh", WARP_SYNC, after="DEVICE void release()")
+        "table published before it is whole",
+        Change("layer/routing.cuh", "    arrive_warp(cfg::ROUTING", "    if (lane == 0) mbarrier_arrive(cfg::ROUTING"),
+    ),
+    Fault(
+        "ring stage released while lanes read it", Change("layer/ring.cuh", WARP_SYNC, after="DEVICE void arrive_warp(")
     ),
 )
 
