@@ -198,6 +198,8 @@ def _outputs(cfg: Any, hf_config: Any) -> Iterator[str]:
             yield f"--{option.replace('_', '-')} asks for hidden states, which the kernels do not keep; leave it out"
     if cfg.debug_tensor_dump_output_folder is not None or cfg.forward_hooks is not None:
         yield "tensor dumps and forward hooks look into modules that the kernels replace; leave them out"
+    if cfg.expert_distribution_recorder_mode is not None:
+        yield "--expert-distribution-recorder-mode counts routes inside modules that the kernels replace; leave it out"
     if cfg.kv_canary not in (None, "none", "off", False):
         yield "--kv-canary checks writes that the kernels make elsewhere; leave it out"
 
@@ -214,6 +216,8 @@ def _step(cfg: Any, hf_config: Any) -> Iterator[str]:
             f"{switches.STEP}=full keeps the draft's cache in bfloat16 and the server's is {draft_dtype}; add "
             "--speculative-draft-kv-cache-dtype bfloat16"
         )
+    if cfg.enable_watermark:
+        yield f"{switches.STEP}=full chooses tokens without a watermark; leave --enable-watermark out, or use target"
     if cfg.speculative_draft_window_size is not None:
         yield f"{switches.STEP}=full has no use for --speculative-draft-window-size; leave it out"
     if cfg.speculative_draft_model_quantization not in (None, "unquant", "modelopt_fp4"):

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from sgl_muse_mega.toolchain import Nvcc
+from sgl_muse_mega.toolchain import Tool
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,7 +97,7 @@ def _device(monkeypatch: pytest.MonkeyPatch, isa: str) -> None:
     from sglang.srt.kernel_plugins.nvidia import binding
 
     monkeypatch.setattr(binding, "device_isa", lambda: isa)
-    tools = Nvcc(Path("/usr/local/cuda/bin/nvcc"), "PATH")
+    tools = Tool(Path("/usr/local/cuda/bin/nvcc"), "PATH")
     monkeypatch.setattr("sgl_muse_mega.toolchain.find_nvcc", lambda: tools)
     monkeypatch.setattr("sgl_muse_mega.serving.reasons._has_bindings", lambda: True)
 

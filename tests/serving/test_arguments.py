@@ -11,7 +11,7 @@ from conftest import _device
 
 from sgl_muse_mega.checkpoint import tiny
 from sgl_muse_mega.serving import reasons, switches
-from sgl_muse_mega.toolchain import Nvcc
+from sgl_muse_mega.toolchain import Tool
 
 pytestmark = pytest.mark.usefixtures("plugins")
 
@@ -137,6 +137,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"debug_tensor_dump_output_folder": "/tmp/dump"}, "tensor dumps"),
         ({"forward_hooks": [{}]}, "forward hooks"),
         ({"kv_canary": "log"}, "--kv-canary"),
+        ({"expert_distribution_recorder_mode": "stat"}, "--expert-distribution-recorder-mode"),
         ({"cuda_graph_config": SimpleNamespace(decode=SimpleNamespace(backend="full", bs=[2, 4]))}, "[2, 4]"),
     ],
 )
@@ -192,7 +193,7 @@ def test_environment(resolved: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("hopper")
 def test_tools(resolved: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that would stop the build after the weights are loaded, before they are."""
-    monkeypatch.setattr("sgl_muse_mega.toolchain.find_nvcc", lambda: Nvcc(None, "CUDA_HOME is set but empty"))
+    monkeypatch.setattr("sgl_muse_mega.toolchain.find_nvcc", lambda: Tool(None, "CUDA_HOME is set but empty"))
     monkeypatch.setattr(reasons, "_has_bindings", lambda: False)
     monkeypatch.setenv("SGL_MUSE_MEGA_CACHE", "/proc/kernels")
     monkeypatch.setattr("os.access", lambda path, _mode: str(path) != "/proc")
@@ -215,6 +216,7 @@ def test_the_whole_step_asks_for_more(resolved: tuple[Any, Any], monkeypatch: py
     assert reasons.config_disable_reasons(Changed(cfg, speculative_algorithm=None), hf_config) == []
     for changes, part in (
         ({"speculative_draft_window_size": 512}, "--speculative-draft-window-size"),
+        ({"enable_watermark": True}, "--enable-watermark"),
         ({"speculative_draft_model_quantization": "fp8"}, "use a BF16 draft"),
     ):
         found = reasons.config_disable_reasons(Changed(accepted, **changes), hf_config)
