@@ -3,7 +3,7 @@
 // two halves. Before a rank sends the packets of launch e + 2, it has read those of e + 1 of all ranks, and they
 // follow from what their senders read in launch e; so what is overwritten has been read.
 //
-// A mailbox is [source rank][half][exchange point][row][packet]. p.mailboxes[r] is where this rank reaches the mailbox
+// A mailbox is [half][source rank][exchange point][row][packet]. p.mailboxes[r] is where this rank reaches the mailbox
 // of rank r. In loop-back all of them are this rank's own, moved by r minus rank sources: what is meant for rank r
 // arrives as if it came from r.
 #pragma once
@@ -46,8 +46,8 @@ DEVICE uint32_t tag(const Params& p, uint32_t epoch) { return static_cast<uint32
 // Bytes from the beginning of a mailbox to packet `packet` of a row that `source` sends in launch `epoch`.
 template <class Point>
 DEVICE int64_t place(uint32_t epoch, int source, int row, int packet) {
-    const int half = source * 2 + static_cast<int>(epoch & 1u);
-    return (static_cast<int64_t>(half * cfg::MAIL_PACKETS) + (Point::AT + row * Point::PACKETS + packet)) * PACKET_BYTES;
+    const int part = static_cast<int>(epoch & 1u) * cfg::RANKS + source;
+    return (static_cast<int64_t>(part * cfg::MAIL_PACKETS) + (Point::AT + row * Point::PACKETS + packet)) * PACKET_BYTES;
 }
 
 template <class Point>
@@ -69,10 +69,11 @@ struct Name {
 };
 
 // Polls packets name(0) .. name(N - 1) of a row at once until all are of this launch. `first`: what the names' numbers
-// have in common, so that addresses differ by constants.
+// have in common, so that addresses differ by constants; counted from the middle source, they fit an instruction.
 template <class Point, int N, class Naming>
 DEVICE void receive(const Params& p, uint32_t epoch, int row, int first, uint2 (&data)[N], Naming name) {
-    const char* const base = p.mailboxes[p.rank] + place<Point>(epoch, 0, row, first);
+    constexpr int MIDDLE = cfg::RANKS / 2;
+    const char* const base = p.mailboxes[p.rank] + place<Point>(epoch, MIDDLE, row, first);
     const uint32_t expected = tag(p, epoch);
     uint32_t seen = expected;
     int late = 0;
@@ -80,7 +81,7 @@ DEVICE void receive(const Params& p, uint32_t epoch, int row, int first, uint2 (
         Packet packet[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            const int offset = name(i).source * 2 * cfg::MAIL_PACKETS + (name(i).packet - first);
+            const int offset = (name(i).source - MIDDLE) * cfg::MAIL_PACKETS + (name(i).packet - first);
             if (name(i).wanted) packet[i] = receive_packet(base + offset * PACKET_BYTES);
         }
         bool all = true;

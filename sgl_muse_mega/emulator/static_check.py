@@ -23,7 +23,8 @@ Actor = tuple[int, int]  # CTA, warp
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """kind and place as in an Event, places by name: a counter's name, "flag 3", "mbarrier 16", "barrier 1"."""
+    """kind and place as in an Event, places by name: a counter's name, "flag 3", "mbarrier 16", "barrier 1", and
+    "packet" with the address of one of its halves."""
 
     kind: EventKind
     place: str
@@ -36,10 +37,18 @@ Programs = dict[Actor, list[Operation]]
 def programs_of(events: Sequence[Event], launch: int, counters: Tensor, flags: Tensor) -> Programs:
     """The programs of one launch. counters, flags: the kernel's words (megakernel.scratch.Control).
 
-    Of a warp's lanes that do the same, and of polls that follow each other, one is kept.
+    Of a warp's lanes that do the same, and of polls that follow each other, one is kept. A warp is at a barrier when
+    its last lane is. Its lanes' packets between two other operations are taken in step: all send, then all receive what
+    each receives before it sends again.
     """
     programs: Programs = defaultdict(list)
     seen: set[tuple[Actor, Operation]] = set()
+    lanes_at: Counter[tuple[Actor, str]] = Counter()
+    packets: dict[Actor, dict[int, list[Operation]]] = defaultdict(lambda: defaultdict(list))
+
+    def close(actor: Actor) -> None:
+        programs[actor] += _in_step(packets.pop(actor, {}))
+
     for event in events:
         if event.launch != launch:
             continue
@@ -47,14 +56,34 @@ def programs_of(events: Sequence[Event], launch: int, counters: Tensor, flags: T
         operation = Operation(event.kind, _place(event, counters, flags), event.phase)
         if not operation.place:
             continue  # the epoch, which is read before and written after all hand-offs
-        if event.kind == EventKind.BARRIER and event.thread % WARP:
-            continue
-        if event.kind in (EventKind.ACQUIRE, EventKind.MBARRIER_WAIT):
+        if event.kind == EventKind.BARRIER:
+            lanes_at[actor, operation.place] += 1
+            if lanes_at[actor, operation.place] % WARP:
+                continue
+        if event.kind in (EventKind.ACQUIRE, EventKind.MBARRIER_WAIT, EventKind.RECEIVE):
             if (actor, operation) in seen:
                 continue
             seen.add((actor, operation))
+        if event.kind in (EventKind.SEND, EventKind.RECEIVE):
+            packets[actor][event.thread].append(operation)
+            continue
+        close(actor)
         programs[actor].append(operation)
+    for actor in list(packets):
+        close(actor)
     return dict(programs)
+
+
+def _in_step(lanes: Mapping[int, list[Operation]]) -> list[Operation]:
+    """Operations of the lanes of a warp, by lane, as one program."""
+    merged: list[Operation] = []
+    left = [list(reversed(operations)) for operations in lanes.values()]
+    while any(left):
+        for kind in (EventKind.SEND, EventKind.RECEIVE):
+            for operations in left:
+                while operations and operations[-1].kind == kind:
+                    merged.append(operations.pop())
+    return merged
 
 
 def _place(event: Event, counters: Tensor, flags: Tensor) -> str:
@@ -62,6 +91,8 @@ def _place(event: Event, counters: Tensor, flags: Tensor) -> str:
         return f"mbarrier {event.place}"
     if event.kind == EventKind.BARRIER:
         return f"barrier {event.place}"
+    if event.kind in (EventKind.SEND, EventKind.RECEIVE):
+        return f"packet {event.place}"
     index, rest = divmod(event.place - counters.data_ptr(), protocol.COUNTER_STRIDE * 4)
     if 0 <= index < len(protocol.COUNTERS) and rest == 0:
         return protocol.COUNTERS[index].name
@@ -107,12 +138,48 @@ def check_expected(counters: Sequence[HandOff], sms: int, row_cap: int) -> list[
 
 def check_launch(programs: Programs, kernel: str, sms: int, row_cap: int) -> list[str]:
     """What is wrong with one launch's programs; empty when nothing is."""
-    return _check_writers(programs, kernel, sms, row_cap) + _execute(programs, sms, row_cap)
+    return _check_writers(programs, kernel, sms, row_cap) + _execute(programs, _goals(sms, row_cap))
 
 
-def _check_writers(programs: Programs, kernel: str, sms: int, row_cap: int) -> list[str]:
+def check_ranks(ranks: Sequence[Programs], kernel: str, sms: int, row_cap: int) -> list[str]:
+    """What is wrong with one launch of every rank; empty when nothing is.
+
+    Every packet is sent once and read by somebody, and all ranks' programs end when they run together.
+    """
+    problems, together, goals = [], {}, {}
+    for rank, programs in enumerate(ranks):
+        found = _check_writers(programs, kernel, sms, row_cap, len(ranks))
+        problems += [f"rank {rank}: {problem}" for problem in found]
+        goals |= {f"rank {rank} {name}": goal for name, goal in _goals(sms, row_cap).items()}
+        for (cta, warp), program in programs.items():
+            together[rank * sms + cta, warp] = [_of_rank(operation, rank) for operation in program]
+    operations = [operation for program in together.values() for operation in program]
+    sent = Counter(o.place for o in operations if o.kind == EventKind.SEND)
+    received = {o.place for o in operations if o.kind == EventKind.RECEIVE}
+    problems += [f"{place} is sent {n} times" for place, n in sent.items() if n > 1]
+    problems += [f"somebody waits for {place}, which nobody sends" for place in sorted(received - sent.keys())]
+    problems += [f"{place} is sent to nobody" for place in sorted(sent.keys() - received)]
+    return problems + _execute(together, goals)
+
+
+_OF_THE_RANK = (EventKind.ADD, EventKind.PUBLISH, EventKind.ACQUIRE)
+
+
+def _of_rank(operation: Operation, rank: int) -> Operation:
+    """The operation with a rank's counters and flags told from those of others."""
+    if operation.kind not in _OF_THE_RANK:
+        return operation
+    return Operation(operation.kind, f"rank {rank} {operation.place}", operation.phase)
+
+
+def _goals(sms: int, row_cap: int) -> dict[str, int]:
+    """Arrivals that a counter's readers wait for."""
+    return {c.name: sms if c.arrivals is Arrivals.EVERY_CTA else row_cap for c in protocol.COUNTERS}
+
+
+def _check_writers(programs: Programs, kernel: str, sms: int, row_cap: int, ranks: int = 1) -> list[str]:
     problems = []
-    declared = {c.name: c for c in protocol.COUNTERS if c.name in protocol.KERNELS[kernel]}
+    declared = {c.name: c for c in protocol.COUNTERS if c.name in protocol.kernel_counters(kernel, ranks)}
     arrivals: dict[str, Counter[int]] = defaultdict(Counter)
     waited: set[str] = set()
     flags: Counter[str] = Counter()
@@ -139,9 +206,8 @@ def _check_writers(programs: Programs, kernel: str, sms: int, row_cap: int) -> l
     return problems
 
 
-def _execute(programs: Programs, sms: int, row_cap: int) -> list[str]:
+def _execute(programs: Programs, goal: Mapping[str, int]) -> list[str]:
     """Runs every program as far as it comes; what still waits at the end can never go on."""
-    goal = {c.name: sms if c.arrivals is Arrivals.EVERY_CTA else row_cap for c in protocol.COUNTERS}
     done: Counter[str] = Counter()
     local: dict[int, Counter[tuple[str, int]]] = defaultdict(Counter)
     arrivals: dict[tuple[int, str], int] = {}  # of the phases of an initialised mbarrier
@@ -153,9 +219,9 @@ def _execute(programs: Programs, sms: int, row_cap: int) -> list[str]:
         operation, (cta, _) = programs[actor][at[actor]], actor
         place, phase = operation.place, operation.phase
         match operation.kind:
-            case EventKind.ADD | EventKind.PUBLISH:
+            case EventKind.ADD | EventKind.PUBLISH | EventKind.SEND:
                 done[place] += 1
-            case EventKind.ACQUIRE:
+            case EventKind.ACQUIRE | EventKind.RECEIVE:
                 return done[place] >= goal.get(place, 1)
             case EventKind.MBARRIER_INIT:
                 arrivals[cta, place] = phase

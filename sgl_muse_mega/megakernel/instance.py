@@ -362,7 +362,7 @@ class Instance:
 
     @property
     def mail_offsets(self) -> dict[str, int]:
-        """First packet of each exchange point in the half of a mailbox that one source fills, and their number."""
+        """First packet of each exchange point in what one source fills of a half of a mailbox, and their number."""
         packets = {name: self.row_cap * columns // PACKET_COLUMNS for name, columns in self.mail_columns.items()}
         starts = itertools.accumulate(packets.values(), initial=0)
         names = [f"{name}_MAIL_AT" for name in packets]
@@ -370,8 +370,8 @@ class Instance:
 
     @property
     def mail_bytes(self) -> int:
-        """Bytes of a mailbox that one source fills: two halves; 0 without other ranks."""
-        return 2 * self.mail_offsets["MAIL_PACKETS"] * PACKET_BYTES if self.ranks > 1 else 0
+        """Bytes of one half of a mailbox that one source fills; 0 without other ranks."""
+        return self.mail_offsets["MAIL_PACKETS"] * PACKET_BYTES if self.ranks > 1 else 0
 
     # ---- the header ----
 

@@ -32,10 +32,10 @@ class Mail(Protocol):
     def session(self) -> int: ...
 
     def take(self, source_bytes: int, device: torch.device) -> tuple[Tensor, list[int]]:
-        """A mailbox with room for `source_bytes` from every rank.
+        """A mailbox of two halves with room for `source_bytes` from every rank.
 
-        Returns this rank's own, uint8 [ranks, source_bytes], zero, and where this rank reaches each rank's. All ranks
-        take the same sizes in the same order.
+        Returns this rank's own, uint8 [2, ranks, source_bytes], zero, and where this rank reaches each rank's. All
+        ranks take the same sizes in the same order.
         """
 
 
@@ -45,7 +45,7 @@ class NoMail:
     ranks, rank, session = 1, 0, 0
 
     def take(self, source_bytes: int, device: torch.device) -> tuple[Tensor, list[int]]:
-        return torch.zeros(1, 0, dtype=torch.uint8, device=device), []
+        return torch.zeros(2, 1, 0, dtype=torch.uint8, device=device), []
 
 
 class LoopBack:
@@ -59,7 +59,7 @@ class LoopBack:
         self.ranks, self.rank, self.session = ranks, rank, session
 
     def take(self, source_bytes: int, device: torch.device) -> tuple[Tensor, list[int]]:
-        own = torch.zeros(self.ranks, source_bytes, dtype=torch.uint8, device=device)
+        own = torch.zeros(2, self.ranks, source_bytes, dtype=torch.uint8, device=device)
         return own, [own.data_ptr() + (rank - self.rank) * source_bytes for rank in range(self.ranks)]
 
 
@@ -74,23 +74,23 @@ class SharedMail:
         self._arena, self._reached, self._used = arena, list(reached), 0
 
     def take(self, source_bytes: int, device: torch.device) -> tuple[Tensor, list[int]]:
-        start, size = self._used, self.ranks * source_bytes
+        start, size = self._used, 2 * self.ranks * source_bytes
         if start + size > self._arena.numel():
             raise ValueError(f"an arena of {self._arena.numel()} bytes has no room for {size} at {start}")
         self._used = -(-(start + size) // ALIGNMENT) * ALIGNMENT
-        own = self._arena[start : start + size].view(self.ranks, source_bytes)
+        own = self._arena[start : start + size].view(2, self.ranks, source_bytes)
         return own, [base + start for base in self._reached]
 
 
 def read_mail(mailbox: Tensor, half: int, first_packet: int, rows: int, columns: int, tag: int) -> Tensor:
     """What the sources sent at one exchange point: float32 [ranks, rows, columns].
 
-    mailbox: uint8 [ranks, 2 halves of packets]. Raises ValueError when a packet does not carry `tag`.
+    mailbox: uint8 [2, ranks, packets]. Raises ValueError when a packet does not carry `tag`.
     """
-    words = mailbox.view(torch.int32).view(mailbox.shape[0], 2, -1, 4)[:, half]
+    words = mailbox[half].view(torch.int32).unflatten(-1, (-1, 4))
     packets = words[:, first_packet : first_packet + rows * columns // 4]
     tags = packets[..., 1::2]
     if not bool((tags == tag).all()):
         raise ValueError(f"{int((tags != tag).any(-1).sum())} packets are not of the launch with tag {tag}")
     data = packets[..., 0::2].contiguous().view(torch.bfloat16)
-    return data.view(mailbox.shape[0], rows, columns).float()
+    return data.view(mailbox.shape[1], rows, columns).float()

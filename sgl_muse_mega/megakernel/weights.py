@@ -124,5 +124,5 @@ def _experts(stored: Tensor | Nvfp4Experts) -> tuple[Tensor, Tensor | None, list
     """Matrix, block scales and the global scale of each part; BF16 experts are used as they are."""
     if isinstance(stored, Tensor):
         return stored, None, None
-    globals_ = [part.contiguous() for part in stored.scale_2.float().unbind(dim=1)]
+    globals_ = [part.clone() for part in stored.scale_2.float().unbind(dim=1)]
     return marlin.pack_weight(stored.codes), marlin.pack_scales(stored.block_scale), globals_
