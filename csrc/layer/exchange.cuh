@@ -51,7 +51,7 @@ struct OneRank {
 
 // Several ranks, or one that plays all of them (loop-back): the same code, other addresses.
 struct ManyRanks {
-    static constexpr int IN_FLIGHT = 8;  // packets a thread polls at once: as many as registers allow
+    static constexpr int IN_FLIGHT = 12;  // packets a thread polls at once: as many as registers allow
 
     DEVICE static int first_token(const Params& p) { return p.rank * cfg::VOCAB; }
 
