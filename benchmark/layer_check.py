@@ -110,7 +110,7 @@ def check_model(machine: Machine, sizes: str, routing: str, arguments: argparse.
     config, local_experts = model(sizes, ranks)
     weights = random_weights(
         config, arguments.seed, machine.device, first_expert=local_experts or 0, local_experts=local_experts,
-        rank=rank, ranks=ranks,
+        rank=rank, ranks=ranks, field_order=arguments.field_order,
     )  # fmt: skip
     weights = rerouted(weights, routing, weights.layers[0].first_expert)
     stages: dict[str, dict[str, Any]] = {}
@@ -159,6 +159,7 @@ def main() -> int:
     parser.add_argument("--kv", default="bf16,fp8")
     parser.add_argument("--routing", default="random", help="random, ties, crowd; by commas")
     parser.add_argument("--ranks", type=int, default=1, help="one rank of so many, which exchanges with itself")
+    parser.add_argument("--field-order", action="store_true", help="NVFP4 words in field order instead of Marlin's")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--deadline", type=float, default=5.0, help="seconds a kernel may wait; more under a sanitizer")
     parser.add_argument("--json", type=Path)

@@ -18,8 +18,16 @@ DEVICE int lane_index() { return static_cast<int>(threadIdx.x) % WARP; }
 DEVICE int warp_index() { return static_cast<int>(threadIdx.x) / WARP; }
 DEVICE int cta_index() { return static_cast<int>(blockIdx.x); }
 
-// The same value, of which the compiler knows nothing: what is computed from it is not computed ahead of a loop and kept.
+// The same value, of which the compiler knows nothing: what is computed from it is not computed ahead of a loop and
+// kept.
 DEVICE int opaque(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
+// The same value, of which the compiler knows nothing: what is derived from it is computed anew and not kept in
+// registers since an earlier phase.
+DEVICE int forget(int value) {
     asm volatile("" : "+r"(value));
     return value;
 }
@@ -36,8 +44,8 @@ DEVICE bool elect_one() {
     return elected != 0;
 }
 
-// The same value, of which the compiler knows nothing from here on: what follows from it is not computed earlier and then
-// held in registers.
+// The same value, of which the compiler knows nothing from here on: what follows from it is not computed earlier and
+// then held in registers.
 DEVICE uint32_t anew(uint32_t value) {
     asm volatile("" : "+r"(value));
     return value;

@@ -23,7 +23,7 @@ DEVICE void clear(float (&acc)[NT][4]) {
 // Leaves a 16 x 8 NT tile of sums in the reduction buffer, from buffer row `row0` on.
 template <int NT>
 DEVICE void park(const float (&acc)[NT][4], int row0) {
-    const int g = lane_index() / 4, t = lane_index() % 4;
+    const int lane = forget(lane_index()), g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
         const int column = n * 8 + 2 * t;
@@ -48,7 +48,7 @@ DEVICE void multiply_32(float (&acc)[NT][4], const uint4& low, const uint4& high
 // Token columns are rows of the chunk [8 NT, TOKEN_BYTES] at `tokens`; reads inputs 8t .. 8t+7 from `byte` on.
 template <int NT, int TOKEN_BYTES>
 DEVICE void read_tokens(uint4 (&x)[NT], uint32_t tokens, int byte) {
-    const int g = lane_index() / 4, t = lane_index() % 4;
+    const int lane = forget(lane_index()), g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
         x[n] = shared_load<uint4>(tokens + row_offset<TOKEN_BYTES>(n * 8 + g) + byte + t * 16);
@@ -58,8 +58,8 @@ DEVICE void read_tokens(uint4 (&x)[NT], uint32_t tokens, int byte) {
 // bf16 weights [64, CHUNK]; this warp's 16 rows and its share of the chunk's inputs.
 template <int CHUNK, int NT>
 DEVICE void accumulate_bf16(float (&acc)[NT][4], uint32_t weights, uint32_t tokens) {
-    const int tile = warp_index() % BLOCK_TILES, k_part = warp_index() / BLOCK_TILES;
-    const int g = lane_index() / 4, t = lane_index() % 4;
+    const int warp = forget(warp_index()), tile = warp % BLOCK_TILES, k_part = warp / BLOCK_TILES;
+    const int lane = forget(lane_index()), g = lane / 4, t = lane % 4;
     constexpr int STEPS = CHUNK / 32 / K_PARTS;
     const uint32_t low_row = weights + row_offset<CHUNK * 2>(tile * 16 + g) + t * 16;
     const uint32_t high_row = weights + row_offset<CHUNK * 2>(tile * 16 + g + 8) + t * 16;
@@ -84,8 +84,8 @@ DEVICE uint32_t take_bf16x2(float& low, float& high) {
 // fp32 weights (the router): three bf16 products carry all 24 bits of the significand.
 template <int CHUNK, int NT>
 DEVICE void accumulate_fp32(float (&acc)[NT][4], uint32_t weights, uint32_t tokens) {
-    const int tile = warp_index() % BLOCK_TILES, k_part = warp_index() / BLOCK_TILES;
-    const int g = lane_index() / 4, t = lane_index() % 4;
+    const int warp = forget(warp_index()), tile = warp % BLOCK_TILES, k_part = warp / BLOCK_TILES;
+    const int lane = forget(lane_index()), g = lane / 4, t = lane % 4;
     constexpr int STEPS = CHUNK / 32 / K_PARTS;
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
@@ -123,7 +123,7 @@ constexpr int ROW_TURNS = (cfg::ROW_CAP + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
 // p.rows and weight_row < N.
 template <class G, class Finish>
 DEVICE void run_dense(const Params& p, Ring& ring, Finish finish) {
-    const int tile = warp_index() % BLOCK_TILES, k_part = warp_index() / BLOCK_TILES;
+    const int warp = forget(warp_index()), tile = warp % BLOCK_TILES, k_part = warp / BLOCK_TILES;
     DenseTasks<G> tasks;
     for (DenseTask task; tasks.next(task);) {
         float acc[COLUMN_TILES][4];

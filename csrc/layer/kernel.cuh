@@ -45,12 +45,12 @@ DEVICE void layer_weights(const Params& p) {
     load_weights<Router>(p, ring, p.router, policy);
     load_weights<PreProj>(p, ring, p.pre_expert_proj, policy);
     mark(p, Point::PRE_PROJ);
+    experts::prepare_boxes(p);
     routing::wait_table(p);
     mark(p, Point::TABLE);
-    experts::load_weights<experts::GateUp>(p, ring, p.gate_up, p.gate_up_block_scale, 0, policy);
+    experts::load_weights<experts::GateUp>(p, ring, policy);
     mark(p, Point::GATE_UP);
-    experts::load_weights<experts::Down>(p, ring, p.down, p.down_block_scale,
-                                         experts::tasks_before_down(routing::Table::active()), policy);
+    experts::load_weights<experts::Down>(p, ring, policy);
     mark(p, Point::DOWN);
     load_weights<PostProj>(p, ring, p.post_expert_proj, policy);
     mark(p, Point::POST_PROJ);
@@ -73,8 +73,8 @@ DEVICE void layer_tokens(const Params& p, uint32_t epoch) {
     mark(p, Point::TABLE);
     wait_rows(p, Counter::EXPERT_INPUT, epoch);
     mark(p, Point::ROUTED);
-    experts::load_tokens<experts::GateUp>(p, ring, 0, epoch, policy);
-    experts::load_tokens<experts::Down>(p, ring, experts::tasks_before_down(routing::Table::active()), epoch, policy);
+    experts::load_tokens<experts::GateUp>(p, ring, epoch, policy);
+    experts::load_tokens<experts::Down>(p, ring, epoch, policy);
     wait_rows(p, Counter::COMBINED, epoch);
     mark(p, Point::COMBINED);
     load_tokens<PostProj>(p, ring, p.combined, policy);
@@ -106,9 +106,9 @@ DEVICE void layer_math(const Params& p, uint32_t epoch) {
     mark(p, Point::ROUTED);
     routing::wait_table(p);
     mark(p, Point::TABLE);
-    experts::run_gate_up(p, ring, epoch);
+    const int tasks = experts::accumulate_tasks<experts::GateUp>(p, ring, 0);
     mark(p, Point::GATE_UP);
-    experts::run_down(p, ring);
+    experts::accumulate_tasks<experts::Down>(p, ring, tasks);
     mark(p, Point::DOWN);
     combine::run(p, epoch);
     mark(p, Point::COMBINED);
@@ -145,6 +145,8 @@ DEVICE void layer(const Params& p) {
         routing::route_rows(p, epoch);
         mark(p, Point::ROUTED);
         routing::build_table(p, epoch);
+        mark(p, Point::TABLE);
+        experts::finish(p, epoch);
         mark(p, Point::END);
     } else {
         layer_math(p, epoch);

@@ -5,8 +5,9 @@
 #include "instr/bulk.cuh"
 #include "wait.cuh"
 
-// A warp's lanes meet, then one arrival stands for all of them. EVERY_LANE_ARRIVES serves compute-sanitizer's racecheck,
-// which does not see that a lane's accesses come before the meeting, and so before the arrival of another lane.
+// A warp's lanes meet, then one arrival stands for all of them. EVERY_LANE_ARRIVES serves compute-sanitizer's
+// racecheck, which does not see that a lane's accesses come before the meeting, and so before the arrival of another
+// lane.
 #ifdef EVERY_LANE_ARRIVES
 constexpr int WARP_ARRIVALS = WARP;
 #else
@@ -55,6 +56,8 @@ DEVICE void init_ring() {
         mbarrier_init(cfg::BARRIERS_AT + (cfg::STAGES + slot) * 8, cfg::MATH_WARPS * WARP_ARRIVALS);
     }
     mbarrier_init(cfg::ROUTING_BARRIER_AT, WARP_ARRIVALS);
+    mbarrier_init(cfg::SUMS_PARKED_AT, cfg::MATH_WARPS * WARP_ARRIVALS);
+    mbarrier_init(cfg::SUMS_TAKEN_AT, WARP_ARRIVALS);
     mbarrier_init_fence();
 }
 

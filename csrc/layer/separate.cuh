@@ -107,45 +107,29 @@ DEVICE void routed(const Params& p) {
         [&](uint32_t epoch) { routing::route_rows(p, epoch); });
 }
 
-DEVICE void gate_up(const Params& p) {
-    using experts::GateUp;
+// The tasks of one product on the experts.
+template <class G>
+DEVICE void expert_product(const Params& p) {
     Ring ring;
     run(
         p,
         [&] {
+            experts::prepare_boxes(p);
             routing::wait_table(p);
-            experts::load_weights<GateUp>(p, ring, p.gate_up, p.gate_up_block_scale, 0, weight_policy());
+            experts::load_weights<G>(p, ring, weight_policy());
         },
         [&](uint32_t epoch) {
             routing::wait_table(p);
-            experts::load_tokens<GateUp>(p, ring, 0, epoch, token_policy());
-        },
-        [&](uint32_t epoch) {
-            routing::wait_table(p);
-            experts::run_gate_up(p, ring, epoch);
-        },
-        [&](uint32_t epoch) { routing::build_table(p, epoch); });
-}
-
-DEVICE void down(const Params& p) {
-    using experts::Down;
-    Ring ring;
-    const auto before = [] { return experts::tasks_before_down(routing::Table::active()); };
-    run(
-        p,
-        [&] {
-            routing::wait_table(p);
-            experts::load_weights<Down>(p, ring, p.down, p.down_block_scale, before(), weight_policy());
-        },
-        [&](uint32_t epoch) {
-            routing::wait_table(p);
-            experts::load_tokens<Down>(p, ring, before(), epoch, token_policy());
+            experts::load_tokens<G>(p, ring, epoch, token_policy());
         },
         [&](uint32_t) {
             routing::wait_table(p);
-            experts::run_down(p, ring);
+            experts::accumulate_tasks<G>(p, ring, 0);
         },
-        [&](uint32_t epoch) { routing::build_table(p, epoch); });
+        [&](uint32_t epoch) {
+            routing::build_table(p, epoch);
+            experts::finish_tasks<G>(p, epoch, 0);
+        });
 }
 
 DEVICE void combined(const Params& p) {

@@ -1,6 +1,7 @@
 """The emulator as a machine of `megakernel.machine`: a step's launches are collected, and run when waited for."""
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,8 +20,10 @@ from sgl_muse_mega.emulator.machine import (
     Statistics,
     machine,
 )
+from sgl_muse_mega.megakernel.boxes import ELEMENT_BYTES
 from sgl_muse_mega.megakernel.build import Progress, quiet
 from sgl_muse_mega.megakernel.compiled import Compiled
+from sgl_muse_mega.megakernel.machine import Boxes
 from sgl_muse_mega.megakernel.mailbox import SharedMail
 from sgl_muse_mega.megakernel.protocol import RECORD_WORDS, FaultRecord
 from sgl_muse_mega.megakernel.step import Step
@@ -75,6 +78,10 @@ class Emulator:
         if step is not None:
             regions += [r for r in step_regions(step, list(caches)) if r.tensor.data_ptr() not in known]
         machine().use(regions)
+
+    def describe_boxes(self, boxes: Boxes) -> bytes:
+        """BoxDescription of csrc/emulator/instr/bulk.cuh."""
+        return struct.pack("<3Q7I", boxes.address, *boxes.strides, *boxes.extents, *boxes.box, ELEMENT_BYTES)
 
     def enqueue(self, launch: Launch) -> None:
         self._stream.append(launch)
@@ -163,6 +170,9 @@ def step_regions(step: Step, caches: list[tuple[Tensor, Tensor]]) -> list[Region
     for index, layer in enumerate(step.weights.layers):
         tensors = {f.name: getattr(layer, f.name) for f in fields(layer)}
         regions += [Region(f"layers.{index}.{n}", t, True, True) for n, t in tensors.items() if isinstance(t, Tensor)]
+    for index, boxes in enumerate(step.expert_boxes):
+        if boxes is not None:
+            regions.append(Region(f"layers.{index}.expert_boxes", boxes, constant=True, written=True))
     for name in ("embedding", "final_norm", "lm_head"):
         regions.append(Region(name, getattr(step.weights, name), constant=True, written=True))
     regions += [Region(f"rope {theta}", table, True, True) for theta, table in step._rope.items()]

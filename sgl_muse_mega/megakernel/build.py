@@ -145,7 +145,7 @@ def _flags(target: str) -> list[str]:
 def _sources(main: str) -> list[Path]:
     source = source_directory()
     files = [source / main]
-    for folder in (source / "layer", source / "draft", source / "step", source / "instr"):
+    for folder in (source / name for name in ("layer", "decode", "draft", "step", "instr")):
         files += sorted(p for p in folder.rglob("*") if p.suffix in {".cuh", ".h"})
     return files
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.build import HOPPER, Progress, build, quiet
 from sgl_muse_mega.megakernel.compiled import Compiled
+from sgl_muse_mega.megakernel.machine import Boxes
 from sgl_muse_mega.megakernel.protocol import RECORD_WORDS, FaultRecord
 from sgl_muse_mega.megakernel.step import Step
 
@@ -117,6 +118,26 @@ class CudaMachine:
         artifact = build(instance, self._target, progress, self._defines)
         artifact.check(instance)
         return CudaModule(artifact.path, instance)
+
+    def describe_boxes(self, boxes: Boxes) -> bytes:
+        driver = _driver()
+        described = _checked(
+            driver.cuTensorMapEncodeTiled(
+                driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT64,
+                3,
+                boxes.address,
+                [driver.cuuint64_t(n) for n in boxes.extents],
+                [driver.cuuint64_t(n) for n in boxes.strides],
+                [driver.cuuint32_t(n) for n in boxes.box],
+                [driver.cuuint32_t(1)] * 3,
+                driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+                driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+                driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            ),
+            "describe the expert weights",
+        )
+        return b"".join(int(word).to_bytes(8, "little") for word in described.opaque)
 
     def attach(self, step: Step, caches: list[tuple[Tensor, Tensor]]) -> None:
         """A GPU needs no declaration of memory."""

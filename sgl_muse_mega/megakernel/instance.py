@@ -68,11 +68,20 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a task on NVFP4 experts is cut: n64 tiles side by side, k16 steps per stage, warps behind each other."""
+    """How a task on NVFP4 experts is cut.
+
+    A task is `tiles` n64 tiles side by side over all k16 steps. Its weights come in boxes of `steps` steps, at most
+    `boxes` of them in a stage; in a box each of the `k_parts` warps behind each other has two steps.
+    """
 
     tiles: int
     steps: int
     k_parts: int
+    boxes: int
+
+    @property
+    def box_bytes(self) -> int:
+        return self.tiles * self.steps * 576
 
 
 def padded_rows(rows: int, row_bytes: int) -> int:
@@ -118,6 +127,9 @@ class Instance:
     ranks: int = 1
     trace: bool = False
     separate_phases: bool = False  # the control of `separate`: phases as kernels of their own
+    gate_up_width: int = 2  # n64 tiles of a task on NVFP4 experts, half of them gate
+    down_width: int = 1
+    field_order: bool = False  # NVFP4 words in csrc/decode/field_order.cuh's order instead of Marlin's
     defines: tuple[str, ...] = ()  # "NAME" or "NAME=VALUE": macros for a version of the kernels under test
 
     @classmethod
@@ -232,29 +244,25 @@ class Instance:
 
     # ---- experts ----
 
-    def _tiles(self, n_tiles: int, segments: int, k: int) -> Tiles:
-        """The tiling with the most busy warps, then the fullest stages, then runs of about two tiles in memory.
+    def _tiles(self, tiles: int, k: int) -> Tiles:
+        """A task of this width, with as many warps behind each other as K takes and stages of up to 64 tiles.
 
-        Wider runs would mean larger tasks, which divide worse among the SMs; narrower ones, more copies per byte than
-        the copy engine takes (about 30 cycles each). It must not depend on the row capacity: the warps that share a
-        tile take every stage's steps in turn, so it decides the order of sums.
+        Narrow tasks divide best among the SMs, wide ones take fewer token bytes. The order of sums follows from
+        `k_parts` alone, so that may not depend on the row capacity or on what fits a stage.
         """
-        found = []
-        for tiles, k_parts, steps in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (2, 4, 8, 12, 16)):
-            fits = tiles * k_parts <= self.math_warps and steps * tiles <= 64
-            divides = n_tiles % tiles == 0 and tiles % segments == 0 and (k // 16) % steps == 0
-            if fits and divides and steps % (2 * k_parts) == 0:
-                run = tiles // segments
-                found.append((tiles * k_parts, tiles * steps, -abs(run - 2), Tiles(tiles, steps, k_parts)))
-        return max(found, key=lambda f: f[:3])[3]  # one tile and two steps always fit
+        steps = k // 16
+        k_parts = next(p for p in (8, 4, 2) if tiles * p <= self.math_warps and steps % (2 * p) == 0)
+        most = 64 // (2 * k_parts * tiles)
+        boxes = next(b for b in (4, 2, 1) if b <= most and steps % (2 * k_parts * b) == 0)
+        return Tiles(tiles, 2 * k_parts, k_parts, boxes)
 
     @property
     def gate_up_tiles(self) -> Tiles:
-        return self._tiles(2 * self.moe_inter // 64, 2, self.moe_hidden)
+        return self._tiles(self.gate_up_width, self.moe_hidden)
 
     @property
     def down_tiles(self) -> Tiles:
-        return self._tiles(self.moe_hidden // 64, 1, self.moe_inter)
+        return self._tiles(self.down_width, self.moe_inter)
 
     @property
     def gate_up_blocks(self) -> int:
@@ -283,7 +291,7 @@ class Instance:
     @property
     def stage_weight_bytes(self) -> int:
         if self.nvfp4:
-            experts = max(t.tiles * t.steps * 576 for t in (self.gate_up_tiles, self.down_tiles))
+            experts = max(t.boxes * t.box_bytes for t in (self.gate_up_tiles, self.down_tiles))
         else:
             experts = max(padded_rows(BLOCK_ROWS, chunk * 2) for chunk in self._expert_chunks)
         return _round_up(max(experts, *(d.stage_bytes for d in self.dense_products)), 128)
@@ -337,7 +345,9 @@ class Instance:
             "BARRIERS_AT": 0,  # full and empty barriers of each stage
             "ROUTING_BARRIER_AT": 2 * 24 * 8,
             "EPOCH_AT": 2 * 24 * 8 + 8,
-            "ROW_SUM_AT": 2 * 24 * 8 + 16,
+            "SUMS_PARKED_AT": 2 * 24 * 8 + 16,
+            "SUMS_TAKEN_AT": 2 * 24 * 8 + 24,
+            "ROW_SUM_AT": 2 * 24 * 8 + 32,
             "TRACE_AT": 512,  # length of each warp's log; nothing without a trace
             "TABLES_AT": tables,
             "ROUTE_AT": route,
@@ -391,11 +401,12 @@ class Instance:
             integers[f"{name.upper()}_PARTS"] = dense.parts
         gate_up, down = self.gate_up_tiles, self.down_tiles
         integers |= {
-            "GATE_UP_TILES": gate_up.tiles, "GATE_UP_STEPS": gate_up.steps, "GATE_UP_K_PARTS": gate_up.k_parts,
-            "DOWN_TILES": down.tiles, "DOWN_STEPS": down.steps, "DOWN_K_PARTS": down.k_parts,
+            "GATE_UP_TILES": gate_up.tiles, "GATE_UP_K_PARTS": gate_up.k_parts, "GATE_UP_BOXES": gate_up.boxes,
+            "DOWN_TILES": down.tiles, "DOWN_K_PARTS": down.k_parts, "DOWN_BOXES": down.boxes,
             "GATE_UP_CHUNK": self._expert_chunks[0], "DOWN_CHUNK": self._expert_chunks[1],
         }  # fmt: skip
-        offsets = self.shared_offsets | {"STAGE_WEIGHT_BYTES": self.stage_weight_bytes, "STAGE_BYTES": self.stage_bytes}
+        offsets = self.shared_offsets | {"STAGE_WEIGHT_BYTES": self.stage_weight_bytes}
+        offsets |= {"STAGE_TOKEN_BYTES": self.stage_token_bytes, "STAGE_BYTES": self.stage_bytes}
         floats = {
             "RMS_EPS": self.rms_eps, "POST_EPS": self.post_eps, "ROUTED_SCALING": self.routed_scaling,
             "OUTPUT_MULTIPLIER": self.output_multiplier, "SOFTCAP": self.softcap,
@@ -405,7 +416,7 @@ class Instance:
         lines += [f"constexpr uint32_t {name} = {value};" for name, value in offsets.items()]
         lines += [f"constexpr float {name} = {value!r}f;" for name, value in floats.items()]
         flags = {"NVFP4": self.nvfp4, "FP8_CACHE": self.fp8_cache, "TRACE": self.trace,
-                 "SEPARATE": self.separate_phases}  # fmt: skip
+                 "SEPARATE": self.separate_phases, "FIELD_ORDER": self.field_order}  # fmt: skip
         lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
         macros = "".join("#define {} {}\n".format(*(define + "=1").split("=")[:2]) for define in self.defines)
         return (

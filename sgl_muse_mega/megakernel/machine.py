@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -12,6 +13,16 @@ from sgl_muse_mega.megakernel.compiled import Compiled
 
 if TYPE_CHECKING:
     from sgl_muse_mega.megakernel.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """A 3D array of 8-byte elements in device memory, and the box that one copy takes of it; innermost first."""
+
+    address: int
+    extents: tuple[int, int, int]  # elements
+    strides: tuple[int, int]  # bytes from one y, and from one z, to the next
+    box: tuple[int, int, int]  # elements, each at most 256
 
 
 class Module(Protocol):
@@ -46,6 +57,9 @@ class Machine(Protocol):
     ) -> None:
         """The same for launches beside those of `step`: (name, tensor, whether no launch may write it, whether it holds
         values) of the memory that they may touch, and `step` with its caches."""
+
+    def describe_boxes(self, boxes: Boxes) -> bytes:
+        """The description that box copies take, at most 128 bytes."""
 
     def load(self, instance: Compiled, progress: Progress = ...) -> Module: ...
 

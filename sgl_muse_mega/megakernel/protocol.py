@@ -64,6 +64,8 @@ SITES: tuple[tuple[str, str], ...] = (
     ("POST_PROJ_MAIL", "the columns of post_expert_proj"),
     ("EMBEDDING_MAIL", "the embedding of a token"),
     ("BEST_TOKEN_MAIL", "the best token"),
+    ("SUMS_PARKED", "the sums of its own expert task"),
+    ("SUMS_TAKEN", "its own reduction buffer"),
 )
 MAX_RANKS = 8
 PEER_SHIFT = 16  # a fault's site word: the site, and above it 1 + the rank whose packet is missing
@@ -124,9 +126,9 @@ PARAMETERS: tuple[tuple[str, str], ...] = (
     ("o_proj", "const void*"), ("attention_alpha", "const float*"), ("attention_beta", "const float*"),
     ("pre_feedforward_norm", "const uint16_t*"), ("router", "const float*"), ("router_bias", "const float*"),
     ("pre_expert_proj", "const void*"), ("pre_expert_norm", "const uint16_t*"),
-    ("gate_up", "const void*"), ("gate_up_block_scale", "const void*"), ("gate_scale", "const float*"),
-    ("up_scale", "const float*"), ("down", "const void*"), ("down_block_scale", "const void*"),
-    ("down_scale", "const float*"), ("post_expert_norm", "const uint16_t*"), ("post_expert_proj", "const void*"),
+    ("gate_up", "const void*"), ("gate_scale", "const float*"), ("up_scale", "const float*"),
+    ("down", "const void*"), ("down_scale", "const float*"), ("expert_boxes", "const uint8_t*"),
+    ("post_expert_norm", "const uint16_t*"), ("post_expert_proj", "const void*"),
     ("post_feedforward_norm", "const uint16_t*"), ("feedforward_alpha", "const float*"),
     ("feedforward_beta", "const float*"), ("next_norm", "const uint16_t*"), ("next_qkv", "const void*"),
     ("next_rope", "const float*"),

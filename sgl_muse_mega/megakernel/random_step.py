@@ -73,20 +73,24 @@ def random_weights(
     local_experts: int | None = None,
     rank: int = 0,
     ranks: int = 1,
+    field_order: bool = False,
 ) -> KernelWeights:
     """Rank `rank`'s share of random weights; every tensor is away from its neutral value, and layer i depends on the
     seed and i alone.
 
     With `local_experts` given, one rank's share is drawn directly, the experts in the kernels' layout, which is what
-    makes full-size layers quick to build.
+    makes full-size layers quick to build. field_order: NVFP4 words in field order; the
+    weights are the same as in Marlin's only without `local_experts`.
     """
     layers = []
     for index in range(config.num_hidden_layers):
         if local_experts is None:
             whole = random_layer(config, index, seed * 1000 + index + 1, device)
-            layers.append(prepare_layer(config, share_layer(config, index, whole, rank=rank, ranks=ranks)))
+            part = share_layer(config, index, whole, rank=rank, ranks=ranks)
+            layers.append(prepare_layer(config, part, field_order=field_order))
         else:
-            layers.append(_direct_layer(config, index, seed, device, first_expert, local_experts, ranks))
+            direct = _direct_layer(config, index, seed, device, first_expert, local_experts, ranks)
+            layers.append(replace(direct, field_order=field_order and direct.nvfp4))
     generator = torch.Generator(device).manual_seed(seed)
     vocabulary = (config.vocab_size, config.hidden_size)
 

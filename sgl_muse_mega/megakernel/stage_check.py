@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sgl_muse_mega.checkpoint import marlin, nvfp4
+from sgl_muse_mega.megakernel import word_order
 from sgl_muse_mega.megakernel.instance import BLOCK_ROWS, Dense
 from sgl_muse_mega.megakernel.mailbox import LoopBack, read_mail, session_word
 from sgl_muse_mega.megakernel.step import Step
@@ -305,7 +306,11 @@ def expert_matrices(layer: KernelLayer, expert: int) -> tuple[Tensor, Tensor, Te
     matrices = []
     for words, scales in ((layer.gate_up, layer.gate_up_block_scale), (layer.down, layer.down_block_scale)):
         assert scales is not None
-        codes = marlin.unpack_weight(words[expert])
+        one = words[expert : expert + 1]
+        if layer.field_order:
+            one = one.clone()
+            word_order.to_marlin_order(one)
+        codes = marlin.unpack_weight(one[0])
         matrices.append(nvfp4.dequantize_codes(codes, marlin.unpack_scales(scales[expert])).double())
     globals_ = torch.stack([s[expert] for s in (layer.gate_scale, layer.up_scale, layer.down_scale) if s is not None])
     return matrices[0], matrices[1], globals_

@@ -11,6 +11,7 @@ from torch import Tensor
 from sgl_muse_mega.config import TargetConfig
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel import protocol, tensors
+from sgl_muse_mega.megakernel.boxes import expert_boxes
 from sgl_muse_mega.megakernel.build import Progress, quiet
 from sgl_muse_mega.megakernel.instance import Instance
 from sgl_muse_mega.megakernel.machine import Machine, Module
@@ -81,6 +82,9 @@ class Step:
         device = machine.device
         local = weights.layers[0].down.shape[0]
         self.variants: dict[bool, Variant] = {}
+        field_orders = {layer.field_order for layer in weights.layers if layer.nvfp4}
+        if len(field_orders) > 1:
+            raise UserError("Some layers have their NVFP4 words in field order and others not; prepare all alike.")
         for nvfp4 in sorted({layer.nvfp4 for layer in weights.layers}):
             instance = Instance.for_config(
                 config,
@@ -90,6 +94,7 @@ class Step:
                 sms=machine.sms,
                 local_experts=local,
                 ranks=self.mail.ranks,
+                field_order=nvfp4 and True in field_orders,
                 **tuning,
             )
             self.variants[nvfp4] = Variant(instance, machine, self.mail, progress, first_epoch)
@@ -98,6 +103,9 @@ class Step:
             tensors.check_layer(self.variants[layer.nvfp4].instance, index, layer, device)
         tensors.check_ends(self.instance, weights, device)
 
+        self.expert_boxes = [
+            expert_boxes(self.variants[layer.nvfp4].instance, layer, machine) for layer in weights.layers
+        ]
         # Each launch's logs, int64 [launches, CTAs, warps, LOG_WORDS] (csrc/layer/trace.cuh); empty without a trace.
         launches = len(weights.layers) + 2 if self.instance.trace else 0
         logs = (launches, machine.sms, self.instance.threads // 32, protocol.LOG_WORDS)
@@ -152,12 +160,14 @@ class Step:
         params = self._params(variant, "layer", rows, launch=index + 1)
         for name in (
             "o_proj", "attention_alpha", "attention_beta", "pre_feedforward_norm", "router", "router_bias",
-            "pre_expert_proj", "pre_expert_norm", "gate_up", "gate_up_block_scale", "gate_scale", "up_scale", "down",
-            "down_block_scale", "down_scale", "post_expert_norm", "post_expert_proj", "post_feedforward_norm",
+            "pre_expert_proj", "pre_expert_norm", "gate_up", "gate_scale", "up_scale", "down", "down_scale",
+            "post_expert_norm", "post_expert_proj", "post_feedforward_norm",
             "feedforward_alpha", "feedforward_beta",
         ):  # fmt: skip
             tensor = getattr(layer, name)
             setattr(params, name, None if tensor is None else tensor.data_ptr())
+        boxes = self.expert_boxes[index]
+        params.expert_boxes = None if boxes is None else boxes.data_ptr()
         full = self.config.is_full(index)
         window = self.config.window(index)
         params.window = NO_WINDOW if window is None else window

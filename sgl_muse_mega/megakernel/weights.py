@@ -8,6 +8,7 @@ from torch import Tensor
 from sgl_muse_mega.checkpoint import marlin
 from sgl_muse_mega.checkpoint.weights import LayerWeights, Nvfp4Experts, TargetWeights
 from sgl_muse_mega.config import TargetConfig
+from sgl_muse_mega.megakernel import word_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class KernelLayer:
     feedforward_alpha: Tensor  # [H] f32
     feedforward_beta: Tensor
     first_expert: int
+    field_order: bool = False  # NVFP4 words are in field order instead of Marlin's (`word_order`)
 
     @property
     def nvfp4(self) -> bool:
@@ -73,8 +75,11 @@ def rope_table(theta: float, positions: int, head_dim: int, device: torch.device
     return torch.cat((angle.cos(), angle.sin()), dim=-1).contiguous()
 
 
-def prepare_layer(config: TargetConfig, layer: LayerWeights) -> KernelLayer:
-    """Copies one layer into kernel order, on the device it is on."""
+def prepare_layer(config: TargetConfig, layer: LayerWeights, *, field_order: bool = False) -> KernelLayer:
+    """Copies one layer into kernel order, on the device it is on.
+
+    field_order: put the words of NVFP4 experts into field order.
+    """
     d, temperature = config.head_dim, config.residual_gate_temperature
     qkv = torch.cat(
         (adjacent_pairs(layer.q_proj, d), adjacent_pairs(layer.k_proj, d), layer.v_proj, layer.gate_proj)
@@ -83,6 +88,10 @@ def prepare_layer(config: TargetConfig, layer: LayerWeights) -> KernelLayer:
     feedforward = residual_gate(layer.post_feedforward_residual_gate, temperature)
     gate_up, gate_up_scales, gate_up_globals = _experts(layer.gate_up_proj)
     down, down_scales, down_globals = _experts(layer.down_proj)
+    field_order = field_order and gate_up_scales is not None
+    if field_order:
+        word_order.to_field_order(gate_up)
+        word_order.to_field_order(down)
     return KernelLayer(
         input_norm=layer.input_layernorm,
         qkv=qkv,
@@ -107,14 +116,15 @@ def prepare_layer(config: TargetConfig, layer: LayerWeights) -> KernelLayer:
         feedforward_alpha=feedforward[0],
         feedforward_beta=feedforward[1],
         first_expert=layer.first_expert,
+        field_order=field_order,
     )
 
 
-def prepare(config: TargetConfig, weights: TargetWeights) -> KernelWeights:
-    """The whole target in kernel order."""
+def prepare(config: TargetConfig, weights: TargetWeights, *, field_order: bool = False) -> KernelWeights:
+    """The whole target in kernel order; field_order as in `prepare_layer`."""
     return KernelWeights(
         embedding=weights.embed_tokens,
-        layers=tuple(prepare_layer(config, layer) for layer in weights.layers),
+        layers=tuple(prepare_layer(config, layer, field_order=field_order) for layer in weights.layers),
         final_norm=weights.norm,
         lm_head=weights.lm_head,
     )

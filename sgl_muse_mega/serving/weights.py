@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from torch import Tensor
-
 from sgl_muse_mega.config import TargetConfig
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel import tensors
@@ -49,7 +47,7 @@ def kernel_layer(layer: Any, index: int) -> KernelLayer:
     )
 
 
-def _gate(name: str, gate: Any) -> dict[str, Tensor]:
+def _gate(name: str, gate: Any) -> dict[str, Any]:
     """alpha and beta f32 [H] as SGLang computed them from its bf16 gate."""
     return {f"{name}_alpha": gate._alpha.detach().reshape(-1), f"{name}_beta": gate._beta.detach().reshape(-1)}
 

@@ -30,6 +30,7 @@ def test_order_of_sums_does_not_depend_on_the_row_capacity() -> None:
     eight, sixteen = spark(row_cap=8), spark(row_cap=16)
     assert eight.gate_up_tiles == sixteen.gate_up_tiles
     assert eight.down_tiles == sixteen.down_tiles
+    assert (eight.gate_up_tiles.k_parts, eight.down_tiles.k_parts) == (4, 8)  # every math warp has a share
     for a, b in zip(eight.dense_products, sixteen.dense_products, strict=True):
         assert a == b
 
@@ -69,9 +70,11 @@ def test_every_multiple_of_64_has_a_tiling(latent: int, inner: int, row_cap: int
     ):
         assert n_tiles % tiles.tiles == 0
         assert tiles.tiles % segments == 0
-        assert (k // 16) % tiles.steps == 0
-        assert tiles.steps % (2 * tiles.k_parts) == 0
+        assert (k // 16) % (tiles.steps * tiles.boxes) == 0
+        assert tiles.steps == 2 * tiles.k_parts
         assert tiles.tiles * tiles.k_parts <= instance.math_warps
+        assert tiles.boxes * tiles.box_bytes <= instance.stage_weight_bytes
+        assert padded_rows(row_cap, tiles.steps * 32) <= instance.stage_token_bytes
 
 
 @given(st.integers(1, 64), st.sampled_from((128, 256, 512)))

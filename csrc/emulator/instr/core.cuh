@@ -36,6 +36,7 @@ DEVICE int warp_index() { return emulator::current->thread / WARP; }
 DEVICE int cta_index() { return emulator::current->cta->index; }
 DEVICE int cta_count() { return emulator::current->cta->launch->ctas; }
 DEVICE int opaque(int value) { return value; }
+DEVICE int forget(int value) { return value; }
 DEVICE int population_count(uint32_t bits) { return std::popcount(bits); }
 DEVICE int lowest_bit(uint32_t bits) { return std::countr_zero(bits); }
 
