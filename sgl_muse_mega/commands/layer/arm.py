@@ -123,12 +123,14 @@ class Arm:
         self.work = work
         torch.backends.cuda.matmul.allow_tf32 = False
         self.machine: Machine = Emulator() if work.emulated else CudaMachine(deadline_seconds=DEADLINE_SECONDS)
-        extra: dict[str, Any] = {"tuning": work.tuning} if work.tuning else {}
-        share: dict[str, Any] = {}
+        tuning = dict(work.tuning)
+        # The order of the words is the weights' affair; Step tells the instance. Old checkouts do not know it.
+        share: dict[str, Any] = {"field_order": True} if tuning.pop("field_order", False) else {}
+        extra: dict[str, Any] = {"tuning": tuning} if tuning else {}
         if work.ranks > 1:
             from sgl_muse_mega.megakernel.mailbox import LoopBack  # a checkout before the exchange has no such module
 
-            share = {"ranks": work.ranks, "rank": 1}
+            share |= {"ranks": work.ranks, "rank": 1}
             extra["mail"] = LoopBack(work.ranks, 1)
         if work.emulated:
             config = tiny_config(work.layers + 1, nvfp4=work.nvfp4)
