@@ -123,7 +123,9 @@ constexpr int ROW_TURNS = (cfg::ROW_CAP + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
 // p.rows and weight_row < N.
 template <class G, class Finish>
 DEVICE void run_dense(const Params& p, Ring& ring, Finish finish) {
-    const int tile = warp_index() % BLOCK_TILES, k_part = warp_index() / BLOCK_TILES;
+    // Anew: what products have in common would be held in registers through the experts, which need them all.
+    const uint32_t warp = anew(static_cast<uint32_t>(warp_index()));
+    const int tile = static_cast<int>(warp % BLOCK_TILES), k_part = static_cast<int>(warp / BLOCK_TILES);
     DenseTasks<G> tasks;
     for (DenseTask task; tasks.next(task);) {
         float acc[COLUMN_TILES][4];
@@ -139,10 +141,11 @@ DEVICE void run_dense(const Params& p, Ring& ring, Finish finish) {
         }
         park(acc, k_part * BLOCK_ROWS + tile * 16);
         math_barrier();
-        const int local = thread_index() % BLOCK_ROWS, weight_row = task.block * BLOCK_ROWS + local;
+        const uint32_t thread = anew(static_cast<uint32_t>(thread_index()));
+        const int local = static_cast<int>(thread % BLOCK_ROWS), weight_row = task.block * BLOCK_ROWS + local;
 #pragma unroll
         for (int turn = 0; turn < ROW_TURNS; ++turn) {
-            const int row = thread_index() / BLOCK_ROWS + turn * ROWS_AT_ONCE;
+            const int row = static_cast<int>(thread / BLOCK_ROWS) + turn * ROWS_AT_ONCE;
             if (row >= p.rows || weight_row >= G::N) continue;
             float sum = shared_load<float>(reduce_at(local, row));
 #pragma unroll

@@ -53,14 +53,15 @@ struct TaskList {
 template <class G>
 DEVICE TaskList task_list() {
     using Shape = Geometry<G>;
+    const int cta = static_cast<int>(anew(static_cast<uint32_t>(cta_index())));  // see run_dense
     if constexpr (G::WHOLE_K) {
-        const int blocks = (Shape::BLOCKS + cfg::SMS - 1 - cta_index()) / cfg::SMS;
-        return {cta_index(), 0, 0, blocks * Shape::CHUNKS, Shape::CHUNKS, cfg::SMS};
+        const int blocks = (Shape::BLOCKS + cfg::SMS - 1 - cta) / cfg::SMS;
+        return {cta, 0, 0, blocks * Shape::CHUNKS, Shape::CHUNKS, cfg::SMS};
     } else {
-        const int worker = cta_index() < Shape::WORKERS ? cta_index() : Shape::WORKERS;
+        const int worker = cta < Shape::WORKERS ? cta : Shape::WORKERS;
         const int first = Shape::first_unit(worker), block = first / Shape::CHUNKS;
         const int units = worker < Shape::WORKERS ? Shape::first_unit(worker + 1) - first : 0;
-        return {block, first % Shape::CHUNKS, cta_index() - Shape::first_worker(block), units, Shape::CHUNKS, 1};
+        return {block, first % Shape::CHUNKS, cta - Shape::first_worker(block), units, Shape::CHUNKS, 1};
     }
 }
 
