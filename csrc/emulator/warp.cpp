@@ -1,6 +1,7 @@
 #include "warp.h"
 
 #include <bit>
+#include <cmath>
 
 namespace emulator {
 namespace {
@@ -62,12 +63,21 @@ void transpose_words(Warp& warp) {
     }
 }
 
+namespace {
+
+float float_of_half(uint32_t bits) {
+    const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    float value = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -24)
+                                : std::ldexp(static_cast<float>(1024 + mantissa), exponent - 25);
+    if (exponent == 31) value = mantissa == 0 ? INFINITY : NAN;
+    return bits & 0x8000u ? -value : value;
+}
+
 // Lane l holds, with g = l / 4 and t = l % 4: a = rows g, g + 8, g, g + 8 at inputs {2t, 2t + 1} twice, then
 // {2t + 8, 2t + 9} twice; b = column g at the same two input pairs; out = (row g, columns 2t, 2t + 1), (row g + 8,
-// same). Products of bf16 are exact in fp32; sums run over the inputs in ascending order.
-void multiply_fragments(Warp& warp) {
-    auto low = [](uint32_t pair) { return std::bit_cast<float>(pair << 16); };
-    auto high = [](uint32_t pair) { return std::bit_cast<float>(pair & 0xffff0000u); };
+// same). Products of two 16-bit numbers are exact in fp32; sums run over the inputs in ascending order.
+template <class Low, class High>
+void multiply(Warp& warp, Low low, High high) {
     alignas(32) float a[16][16];  // [input][row]
     alignas(32) float b[8][16];   // [column][input]
     for (int lane = 0; lane < WARP_LANES; ++lane) {
@@ -97,6 +107,20 @@ void multiply_fragments(Warp& warp) {
             warp.out[lane][i] = std::bit_cast<uint32_t>(sum[lane % 4 * 2 + i % 2][lane / 4 + i / 2 * 8]);
         }
     }
+}
+
+}  // namespace
+
+void multiply_bf16_fragments(Warp& warp) {
+    multiply(
+        warp, [](uint32_t pair) { return std::bit_cast<float>(pair << 16); },
+        [](uint32_t pair) { return std::bit_cast<float>(pair & 0xffff0000u); });
+}
+
+void multiply_f16_fragments(Warp& warp) {
+    multiply(
+        warp, [](uint32_t pair) { return float_of_half(pair & 0xffffu); },
+        [](uint32_t pair) { return float_of_half(pair >> 16); });
 }
 
 }  // namespace emulator

@@ -14,8 +14,9 @@ void no_words(Warp& warp);
 void shuffle_words(Warp& warp);    // in: value, source lane
 void ballot_words(Warp& warp);     // in: 0 or 1
 void transpose_words(Warp& warp);  // in: row g of an 8 x 8 matrix of 16-bit elements, columns 2t and 2t + 1
-void multiply_fragments(
+void multiply_bf16_fragments(
     Warp& warp);  // in: a0 a1 a2 a3 b0 b1 of mma.m16n8k16; out: the product in fp32, not yet added to c
+void multiply_f16_fragments(Warp& warp);  // the same
 void sync_lanes(Warp& warp);
 
 }  // namespace emulator

@@ -1,6 +1,7 @@
 // Number formats and the few transcendental functions; bf16 travels as uint16_t, pairs as uint32_t (low half first).
 #pragma once
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
 #include "core.cuh"
@@ -43,12 +44,28 @@ DEVICE uint32_t e4m3x2_to_bf16x2(uint32_t bytes) {
     float2 pair = __half22float2(*reinterpret_cast<__half2*>(&half2));
     return pack_bf16x2(pair.x, pair.y);
 }
+// The same to two f16; exact.
+DEVICE uint32_t e4m3x2_to_f16x2(uint32_t bytes) {
+    uint32_t half2;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(half2) : "h"(static_cast<uint16_t>(bytes)));
+    return half2;
+}
+DEVICE uint32_t pack_f16x2(float low, float high) {
+    __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<uint32_t*>(&pair);
+}
 // Round to nearest even, clamped to +-448.
 DEVICE uint8_t float_to_e4m3(float value) {
     return static_cast<uint8_t>(__nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3));
 }
+DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 DEVICE float reciprocal_root(float value) { return rsqrtf(value); }
 DEVICE float exponential(float value) { return expf(value); }
-DEVICE float exponential_base2(float value) { return exp2f(value); }
+// One instruction; results below 2^-126 are zero.
+DEVICE float exponential_base2(float value) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(value));
+    return power;
+}
 DEVICE float hyperbolic_tangent(float value) { return tanhf(value); }
 DEVICE float infinity() { return __int_as_float(0x7f800000); }

@@ -5,91 +5,43 @@
 #pragma once
 #include "instr/convert.cuh"
 #include "instr/mma.cuh"
-#include "wait.cuh"
+#include "rows.cuh"
 
 namespace attention {
 
 constexpr int GROUP = cfg::HEADS / cfg::KV_HEADS;  // query heads per KV head
-constexpr int KEYS = cfg::FP8_CACHE ? 32 : 16;     // in flight per warp; 32 bf16 keys and values spill registers
+constexpr int KEYS = cfg::FP8_CACHE ? 32 : 16;     // of a turn of a warp; 32 bf16 keys and values spill registers
 constexpr int KEY_BLOCKS = KEYS / 8;
-static_assert(cfg::MIN_SPLIT % KEYS == 0, "a split is whole chunks of keys");
+constexpr int FETCHED = 64;                        // bytes that a prefetch brings into L2, at least
+constexpr int LINE_BYTES = cfg::KV_HEADS * cfg::HEAD_DIM * (cfg::FP8_CACHE ? 1 : 2);  // of a slot in a cache
+static_assert(cfg::MIN_SPLIT % KEYS == 0, "a split is whole turns");
 
-// Keys per split for a row at `position`: small, so that short contexts spread over the SMs, doubling from where there
-// would be more than SPLITS_CAP of them.
-DEVICE int split_size(const Params& p, int position) {
-    const int keys = position < p.window ? position + 1 : p.window;
-    int size = cfg::MIN_SPLIT;
-    while (keys > size * cfg::SPLITS_CAP) size *= 2;
-    return size;
-}
-
-// The key range [first, end) that any row of the step sees.
-struct Range {
-    int length, first, end, small_size, large_size;
-
-    DEVICE explicit Range(const Params& p) {
-        length = global_load(p.length);
-        end = length + p.rows;
-        int lowest = 0x7fffffff, highest = 0;
-#pragma unroll
-        for (int row = 0; row < cfg::ROW_CAP; ++row) {
-            const int position = row < p.rows ? static_cast<int>(global_load(p.positions + row)) : -1;
-            if (position < 0) continue;
-            lowest = position < lowest ? position : lowest;
-            highest = position > highest ? position : highest;
-        }
-        first = lowest - p.window + 1;
-        first = first < 0 ? 0 : (first < length ? first : length);
-        // Rows of a step may lie on both sides of a doubling; the two sizes differ then.
-        small_size = split_size(p, lowest);
-        large_size = split_size(p, highest);
-    }
-    DEVICE int first_split(int size) const { return first / size; }
-    DEVICE int splits(int size) const { return (end - 1) / size + 1 - first_split(size); }
-};
-
-// Which keys a row sees: committed ones from `oldest` on, and a set of the step's own rows.
-struct RowView {
-    int oldest = 0x7fffffff;
-    uint32_t own = 0;
-
-    // A row whose splits have another size sees nothing: it is done with the units of that size.
-    DEVICE RowView(const Params& p, int row, int size) {
-        if (row >= p.rows) return;
-        const int position = static_cast<int>(global_load(p.positions + row));
-        if (split_size(p, position) != size) return;
-        oldest = position - p.window + 1;
-        const uint32_t ancestors = global_load(p.ancestors + row);
-        for (int other = 0; other < p.rows; ++other) {
-            const bool near = position - static_cast<int>(global_load(p.positions + other)) < p.window;
-            if (near) own |= ancestors & (1u << other);
-        }
-    }
-    DEVICE bool present() const { return own != 0u; }  // every row sees itself
-    DEVICE bool sees(const Range& range, int key) const {
-        if (key < range.length) return key >= oldest;
-        return key < range.end && ((own >> (key - range.length)) & 1u) != 0u;
-    }
-};
-
-// Eight of a key's or value's dimensions: fp8 as it is stored, which halves the registers of what is in flight.
+// Eight of a key's or value's dimensions as they are stored, and the 16-bit format they are multiplied in: e4m3 fits
+// into f16 as it is, by one instruction for two, and so do normed queries but for the smallest.
 struct CachedBf16 {
     uint4 bits;
 
-    DEVICE static CachedBf16 load(const void* cache, int64_t element) {
-        return {global_load(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(cache) + element))};
-    }
     DEVICE uint4 pairs() const { return bits; }
+    DEVICE static uint4 query(const uint4& q) { return q; }
+    DEVICE static uint32_t pack(float low, float high) { return pack_bf16x2(low, high); }
+    DEVICE static void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                uint32_t b1) {
+        mma_bf16(c, a0, a1, a2, a3, b0, b1);
+    }
 };
 struct CachedFp8 {
     uint2 bits;
 
-    DEVICE static CachedFp8 load(const void* cache, int64_t element) {
-        return {global_load(reinterpret_cast<const uint2*>(static_cast<const uint8_t*>(cache) + element))};
-    }
     DEVICE uint4 pairs() const {
-        return uint4{e4m3x2_to_bf16x2(bits.x & 0xffffu), e4m3x2_to_bf16x2(bits.x >> 16),
-                     e4m3x2_to_bf16x2(bits.y & 0xffffu), e4m3x2_to_bf16x2(bits.y >> 16)};
+        return uint4{e4m3x2_to_f16x2(bits.x & 0xffffu), e4m3x2_to_f16x2(bits.x >> 16),
+                     e4m3x2_to_f16x2(bits.y & 0xffffu), e4m3x2_to_f16x2(bits.y >> 16)};
+    }
+    DEVICE static uint32_t query(uint32_t q) { return pack(bf16_to_float(q & 0xffffu), bf16_to_float(q >> 16)); }
+    DEVICE static uint4 query(const uint4& q) { return uint4{query(q.x), query(q.y), query(q.z), query(q.w)}; }
+    DEVICE static uint32_t pack(float low, float high) { return pack_f16x2(low, high); }
+    DEVICE static void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                uint32_t b1) {
+        mma_f16(c, a0, a1, a2, a3, b0, b1);
     }
 };
 template <bool FP8>
@@ -102,17 +54,36 @@ struct CachedAs<true> {
 };
 using Cached = CachedAs<cfg::FP8_CACHE>::Type;
 
-// Slots of the keys first + 8 block + g; -1 where no row sees a key, so that no stale slot is ever read.
-DEVICE void load_slots(const Params& p, const Range& range, int first, int32_t (&slot)[KEY_BLOCKS]) {
+// The keys, or the values, of a turn. Lane 4g + t has dimensions 8t.. and 32 + 8t.. of the keys g, g + 8, ...
+struct Turn {
+    Cached block[KEY_BLOCKS][2];
+
+    // own: this lane's first dimensions in slot 0; slots: of the keys g, g + 8, ...
+    DEVICE void load(const uint8_t* own, const int32_t (&slots)[KEY_BLOCKS]) {
 #pragma unroll
-    for (int block = 0; block < KEY_BLOCKS; ++block) {
-        const int index = first + block * 8 + lane_index() / 4;
-        slot[block] = -1;
-        if (index >= range.first && index < range.end) {
-            slot[block] = index < range.length ? global_load(p.page_table + index)
-                                               : static_cast<int32_t>(global_load(p.slots + (index - range.length)));
+        for (int i = 0; i < KEY_BLOCKS; ++i) {
+            const Cached* at = reinterpret_cast<const Cached*>(own + static_cast<int64_t>(slots[i]) * LINE_BYTES);
+            block[i][0].bits = global_load(&at[0].bits);
+            block[i][1].bits = global_load(&at[4].bits);
         }
     }
+};
+
+// slot: lane i's is that of key i.
+DEVICE void deal_slots(int32_t slot, int32_t (&slots)[KEY_BLOCKS]) {
+#pragma unroll
+    for (int i = 0; i < KEY_BLOCKS; ++i) {
+        slots[i] = static_cast<int32_t>(shuffle(static_cast<uint32_t>(slot), i * 8 + lane_index() / 4));
+    }
+}
+
+// Slot of the key at `index`. Where nobody sees a key, the nearest one that somebody sees stands in for it, so that no
+// stale slot is ever read.
+DEVICE int32_t slot_of(const Params& p, const Rows& rows, int index) {
+    index = index < rows.end ? index : rows.end - 1;
+    index = index > rows.first ? index : rows.first;
+    if (index < rows.length) return global_load(p.page_table + index);
+    return static_cast<int32_t>(global_load(p.slots + (index - rows.length)));
 }
 
 // The (row, query head) pair of a lane: row g (half 0) or g + 8 (half 1) of an m16 tile.
@@ -126,94 +97,132 @@ struct Pair {
     }
 };
 
-// One warp: queries of tile `tile` against split `split` (of `size` keys) of KV head `kv_head`.
-DEVICE void run_unit(const Params& p, const Range& range, int size, int split, int kv_head, int tile) {
+// Scores of what half `half` of the tile does not see become -infinity. seen: bit 8 block + c is this lane's column c.
+DEVICE void hide(uint32_t seen, int half, float (&score)[KEY_BLOCKS][4]) {
+#pragma unroll
+    for (int block = 0; block < KEY_BLOCKS; ++block) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            if ((seen >> (8 * block + c) & 1u) == 0u) score[block][2 * half + c] = -infinity();
+        }
+    }
+}
+
+// Long splits: their keys and values come into L2 so many turns before they are loaded. One warp of those that share a
+// split does it. Nothing of it is worth its code where a split is a turn or two.
+constexpr int AHEAD = 6;
+
+DEVICE void prefetch_head(const Params& p, int32_t slot, int kv_head) {
+    constexpr int HEAD_BYTES = LINE_BYTES / cfg::KV_HEADS;
+    const int64_t at = static_cast<int64_t>(slot) * LINE_BYTES + kv_head * HEAD_BYTES;
+#pragma unroll
+    for (int byte = 0; byte < HEAD_BYTES; byte += FETCHED) {
+        prefetch_line(static_cast<const uint8_t*>(p.key_cache) + at + byte);
+        prefetch_line(static_cast<const uint8_t*>(p.value_cache) + at + byte);
+    }
+}
+
+// One warp: queries of tile `tile` against split `split` (of 2^shift keys) of KV head `kv_head`.
+DEVICE void run_unit(const Params& p, const Rows& rows, int shift, int split, int kv_head, int tile, bool rehearsal) {
     const int g = lane_index() / 4, t = lane_index() % 4;
-    const int split_first = (range.first_split(size) + split) * size;
-    const int split_end = split_first + size < range.end ? split_first + size : range.end;
-    int32_t slot[KEY_BLOCKS];
-    load_slots(p, range, split_first, slot);
+    const int split_first = (rows.first_split(shift) + split) << shift;
+    const int upto = split_first + (1 << shift), split_end = upto < rows.end ? upto : rows.end;
+    const int own = (kv_head * cfg::HEAD_DIM / 8 + t) * static_cast<int>(sizeof(Cached));
+    const uint8_t* key_cache = static_cast<const uint8_t*>(p.key_cache) + own;
+    const uint8_t* value_cache = static_cast<const uint8_t*>(p.value_cache) + own;
+    Turn keys, values;
+    int32_t slots[KEY_BLOCKS];
+    deal_slots(slot_of(p, rows, split_first + lane_index()), slots);
+    keys.load(key_cache, slots);
+    values.load(value_cache, slots);
+    int32_t slot = slot_of(p, rows, split_first + KEYS + lane_index());  // of the next turn
+    const bool prefetching = shift > MIN_SHIFT && tile == 0 && lane_index() < KEYS;
+    int32_t far = 0;  // slot to prefetch next
+    if (prefetching) {
+        int32_t near[AHEAD - 1];
+#pragma unroll
+        for (int turn = 1; turn < AHEAD; ++turn) near[turn - 1] = slot_of(p, rows, split_first + turn * KEYS + lane_index());
+        far = slot_of(p, rows, split_first + AHEAD * KEYS + lane_index());
+#pragma unroll
+        for (int turn = 1; turn < AHEAD; ++turn) prefetch_head(p, near[turn - 1], kv_head);
+    }
     uint4 query[2][2] = {};
+    RowView view[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const Pair pair(kv_head, tile, half);
-        if (pair.row < p.rows) {
+        view[half] = RowView(p, rows, pair.row, shift);
+        if (pair.row < p.rows && !rehearsal) {
             const uint16_t* q = p.query + (pair.row * cfg::HEADS + pair.head) * cfg::HEAD_DIM + 8 * t;
-            query[half][0] = global_load(reinterpret_cast<const uint4*>(q));
-            query[half][1] = global_load(reinterpret_cast<const uint4*>(q + 32));
+            query[half][0] = Cached::query(global_load(reinterpret_cast<const uint4*>(q)));
+            query[half][1] = Cached::query(global_load(reinterpret_cast<const uint4*>(q + 32)));
         }
     }
-    const RowView view[2] = {RowView(p, Pair(kv_head, tile, 0).row, size),
-                             RowView(p, Pair(kv_head, tile, 1).row, size)};
 
     float out[8][4];
     clear(out);
     float highest[2] = {-infinity(), -infinity()}, total[2] = {0.f, 0.f};
+#pragma unroll 1
     for (int first = split_first; first < split_end; first += KEYS) {
-        Cached key[KEY_BLOCKS][2] = {}, value[KEY_BLOCKS][2] = {};
-#pragma unroll
-        for (int block = 0; block < KEY_BLOCKS; ++block) {
-            if (slot[block] >= 0) {
-                const int64_t element =
-                    (static_cast<int64_t>(slot[block]) * cfg::KV_HEADS + kv_head) * cfg::HEAD_DIM + 8 * t;
-#pragma unroll
-                for (int part = 0; part < 2; ++part) {
-                    key[block][part] = Cached::load(p.key_cache, element + 32 * part);
-                    value[block][part] = Cached::load(p.value_cache, element + 32 * part);
-                }
-            }
+        const bool more = first + KEYS < split_end;
+        if (prefetching && first + AHEAD * KEYS < split_end) {
+            prefetch_head(p, far, kv_head);
+            far = slot_of(p, rows, first + (AHEAD + 1) * KEYS + lane_index());
         }
-        load_slots(p, range, first + KEYS, slot);  // of the next turn, while this one waits for its keys
         float score[KEY_BLOCKS][4];
         clear(score);
 #pragma unroll
-        for (int block = 0; block < KEY_BLOCKS; ++block) {
+        for (int part = 0; part < 2; ++part) {
+            const uint4 low = query[0][part], high = query[1][part];
 #pragma unroll
-            for (int part = 0; part < 2; ++part) {
-                const uint4 low = query[0][part], high = query[1][part], k = key[block][part].pairs();
-                mma_bf16(score[block], low.x, high.x, low.y, high.y, k.x, k.y);
-                mma_bf16(score[block], low.z, high.z, low.w, high.w, k.z, k.w);
+            for (int block = 0; block < KEY_BLOCKS; ++block) {
+                const uint4 k = keys.block[block][part].pairs();
+                Cached::multiply(score[block], low.x, high.x, low.y, high.y, k.x, k.y);
+                Cached::multiply(score[block], low.z, high.z, low.w, high.w, k.z, k.w);
             }
         }
-        // Online softmax in base 2; a row's maximum and sum lie in the four lanes that share g.
+        if (more) {
+            deal_slots(slot, slots);
+            keys.load(key_cache, slots);
+        }
+        // Online softmax in base 2; a row's maximum lies in the four lanes that share g, its sum is spread over them.
+        const uint32_t seen[2] = {view[0].seen(rows, first), view[1].seen(rows, first)};
+        if (!all_lanes((seen[0] & seen[1] & lowest_bits(KEYS)) == lowest_bits(KEYS))) {
+            hide(seen[0] >> (2 * t), 0, score);
+            hide(seen[1] >> (2 * t), 1, score);
+        }
+        float base[2], shrink[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float top = highest[half];
 #pragma unroll
             for (int block = 0; block < KEY_BLOCKS; ++block) {
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    const bool seen = view[half].sees(range, first + block * 8 + 2 * t + c);
-                    float& s = score[block][2 * half + c];
-                    s = seen ? s * cfg::SCORE_SCALE_LOG2 : -infinity();
-                    top = s > top ? s : top;
-                }
+                top = larger(top, larger(score[block][2 * half], score[block][2 * half + 1]));
             }
 #pragma unroll
-            for (int step = 1; step < 4; step *= 2) {
-                const float other = shuffle_xor(top, step);
-                top = other > top ? other : top;
-            }
-            const bool none = top == -infinity();
-            const float shrink = none ? 1.f : exponential_base2(highest[half] - top);
+            for (int step = 1; step < 4; step *= 2) top = larger(top, shuffle_xor(top, step));
+            base[half] = top == -infinity() ? 0.f : top * cfg::SCORE_SCALE_LOG2;
+            shrink[half] = exponential_base2(highest[half] * cfg::SCORE_SCALE_LOG2 - base[half]);
             highest[half] = top;
-            float sum = 0.f;
+        }
+        if (!all_lanes(shrink[0] == 1.f && shrink[1] == 1.f)) {
 #pragma unroll
-            for (int block = 0; block < KEY_BLOCKS; ++block) {
+            for (int half = 0; half < 2; ++half) {
+                total[half] *= shrink[half];
 #pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    float& s = score[block][2 * half + c];
-                    s = none ? 0.f : exponential_base2(s - top);
-                    sum += s;
+                for (int i = 0; i < 8; ++i) {
+                    out[i][2 * half] *= shrink[half];
+                    out[i][2 * half + 1] *= shrink[half];
                 }
             }
+        }
 #pragma unroll
-            for (int step = 1; step < 4; step *= 2) sum += shuffle_xor(sum, step);
-            total[half] = total[half] * shrink + sum;
+        for (int block = 0; block < KEY_BLOCKS; ++block) {
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                out[i][2 * half] *= shrink;
-                out[i][2 * half + 1] *= shrink;
+            for (int i = 0; i < 4; ++i) {
+                float& s = score[block][i];
+                s = exponential_base2(s * cfg::SCORE_SCALE_LOG2 - base[i / 2]);
+                total[i / 2] += s;
             }
         }
         // The scores' sum layout is the layout of the next product's row operand, two key blocks at a time; values are
@@ -222,22 +231,29 @@ DEVICE void run_unit(const Params& p, const Range& range, int size, int split, i
         for (int two = 0; two < KEY_BLOCKS / 2; ++two) {
             const float (&s0)[4] = score[2 * two];
             const float (&s1)[4] = score[2 * two + 1];
-            const uint32_t a0 = pack_bf16x2(s0[0], s0[1]), a1 = pack_bf16x2(s0[2], s0[3]);
-            const uint32_t a2 = pack_bf16x2(s1[0], s1[1]), a3 = pack_bf16x2(s1[2], s1[3]);
+            const uint32_t a0 = Cached::pack(s0[0], s0[1]), a1 = Cached::pack(s0[2], s0[3]);
+            const uint32_t a2 = Cached::pack(s1[0], s1[1]), a3 = Cached::pack(s1[2], s1[3]);
 #pragma unroll
             for (int part = 0; part < 2; ++part) {
-                const uint4 v0 = value[2 * two][part].pairs(), v1 = value[2 * two + 1][part].pairs();
-                mma_bf16(out[part * 4 + 0], a0, a1, a2, a3, transpose_8x8(v0.x), transpose_8x8(v1.x));
-                mma_bf16(out[part * 4 + 1], a0, a1, a2, a3, transpose_8x8(v0.y), transpose_8x8(v1.y));
-                mma_bf16(out[part * 4 + 2], a0, a1, a2, a3, transpose_8x8(v0.z), transpose_8x8(v1.z));
-                mma_bf16(out[part * 4 + 3], a0, a1, a2, a3, transpose_8x8(v0.w), transpose_8x8(v1.w));
+                const uint4 v0 = values.block[2 * two][part].pairs(), v1 = values.block[2 * two + 1][part].pairs();
+                float (&o)[8][4] = out;
+                Cached::multiply(o[part * 4 + 0], a0, a1, a2, a3, transpose_8x8(v0.x), transpose_8x8(v1.x));
+                Cached::multiply(o[part * 4 + 1], a0, a1, a2, a3, transpose_8x8(v0.y), transpose_8x8(v1.y));
+                Cached::multiply(o[part * 4 + 2], a0, a1, a2, a3, transpose_8x8(v0.z), transpose_8x8(v1.z));
+                Cached::multiply(o[part * 4 + 3], a0, a1, a2, a3, transpose_8x8(v0.w), transpose_8x8(v1.w));
             }
+        }
+        if (more) {
+            values.load(value_cache, slots);
+            slot = slot_of(p, rows, first + 2 * KEYS + lane_index());
         }
     }
 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        if (!view[half].present()) continue;
+        total[half] += shuffle_xor(total[half], 1);
+        total[half] += shuffle_xor(total[half], 2);
+        if (!view[half].present() || rehearsal) continue;
         const Pair pair(kv_head, tile, half);
         const int64_t at = static_cast<int64_t>(pair.row * cfg::HEADS + pair.head) * p.max_splits + split;
         float* sums = p.attention_sums + at * cfg::HEAD_DIM + 8 * t;
@@ -252,30 +268,44 @@ DEVICE void run_unit(const Params& p, const Range& range, int size, int split, i
             }
         }
         if (t == 0) {
-            global_store(reinterpret_cast<float2*>(p.attention_state) + at, float2{highest[half], total[half]});
+            global_store(reinterpret_cast<float2*>(p.attention_state) + at,
+                         float2{highest[half] * cfg::SCORE_SCALE_LOG2, total[half]});
         }
     }
 }
 
-// All units of this CTA: (split, KV head) pairs are dealt to the CTAs, query tiles to the warps.
-DEVICE void run_size(const Params& p, const Range& range, int size) {
-    const int pairs = range.splits(size) * cfg::KV_HEADS;
+// One warp of every CTA: pulls the newest committed keys and values of the next layer into L2 while weights stream, so
+// that its attention does not queue for memory behind them.
+DEVICE void prefetch_next(const Params& p) {
+    constexpr int NEWEST = 4096;
+    const int length = global_load(p.length);
+    const int many = p.next_window < NEWEST ? p.next_window : NEWEST;
+    const int first = length < many ? 0 : length - many;
+    for (int key = first + cta_index() * WARP + lane_index(); key < length; key += cfg::SMS * WARP) {
+        const int64_t at = static_cast<int64_t>(global_load(p.next_page_table + key)) * LINE_BYTES;
+        for (int byte = 0; byte < LINE_BYTES; byte += FETCHED) {
+            prefetch_line(static_cast<const uint8_t*>(p.next_key_cache) + at + byte);
+            prefetch_line(static_cast<const uint8_t*>(p.next_value_cache) + at + byte);
+        }
+    }
+}
+
+// All units of this CTA: (split, KV head) pairs are dealt to the CTAs, query tiles to the warps. A rehearsal is one warp's
+// and does one unit.
+DEVICE void run(const Params& p, const Rows& rows, bool rehearsal) {
     const int tiles = (p.rows * GROUP + 15) / 16;
-    int turn = 0;
-    for (int pair = cta_index(); pair < pairs; pair += cfg::SMS) {
-        for (int tile = 0; tile < tiles; ++tile, ++turn) {
-            if (turn % cfg::MATH_WARPS == warp_index()) {
-                run_unit(p, range, size, pair / cfg::KV_HEADS, pair % cfg::KV_HEADS, tile);
-            }
+#pragma unroll 1
+    for (int shift = rows.small_shift; shift <= rows.large_shift; ++shift) {
+        const int pairs = rows.splits(shift) * cfg::KV_HEADS;
+        int pair = cta_index();
+#pragma unroll 1
+        for (int tile = rehearsal ? 0 : warp_index();; tile += cfg::MATH_WARPS) {
+            for (; tile >= tiles; tile -= tiles) pair += cfg::SMS;
+            if (pair >= pairs) break;
+            run_unit(p, rows, shift, pair / cfg::KV_HEADS, pair % cfg::KV_HEADS, tile, rehearsal);
+            if (rehearsal) return;
         }
     }
-}
-
-DEVICE void run(const Params& p) {
-    const Range range(p);
-#pragma unroll 1
-    for (int size = range.small_size; size <= range.large_size; size *= 2) run_size(p, range, size);
-    arrive_math(p, protocol::Counter::ATTENTION);
 }
 
 }  // namespace attention

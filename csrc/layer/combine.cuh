@@ -11,7 +11,7 @@ DEVICE int line_of(const Params& p, int row, int slot) {
 }
 
 static_assert(cfg::TOP_K <= WARP, "a lane looks after a slot");
-constexpr int BATCH = 4;  // lines whose values a thread holds at once
+constexpr int BATCH = 3;  // lines whose values a thread holds at once
 
 // A thread has the same columns of all lines, so they are read once: squares first, then the weighted sum.
 DEVICE_CALL void combine_row(const Params& p, uint32_t epoch, int row) {

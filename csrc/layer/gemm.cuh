@@ -139,10 +139,11 @@ DEVICE void run_dense(const Params& p, Ring& ring, Finish finish) {
         }
         park(acc, k_part * BLOCK_ROWS + tile * 16);
         math_barrier();
-        const int local = thread_index() % BLOCK_ROWS, weight_row = task.block * BLOCK_ROWS + local;
+        const uint32_t thread = anew(static_cast<uint32_t>(thread_index()));
+        const int local = static_cast<int>(thread % BLOCK_ROWS), weight_row = task.block * BLOCK_ROWS + local;
 #pragma unroll
         for (int turn = 0; turn < ROW_TURNS; ++turn) {
-            const int row = thread_index() / BLOCK_ROWS + turn * ROWS_AT_ONCE;
+            const int row = static_cast<int>(thread / BLOCK_ROWS) + turn * ROWS_AT_ONCE;
             if (row >= p.rows || weight_row >= G::N) continue;
             float sum = shared_load<float>(reduce_at(local, row));
 #pragma unroll

@@ -21,14 +21,20 @@ DEVICE void start() {
     barrier_sync(0, cfg::THREADS);
 }
 
-// Everyone but the weight loader: from here on, what the previous launch wrote may be read. Returns how many launches
-// of this kernel were completed before this one. It is read once per CTA, before any arrival of the CTA, and changed by
-// the one thread that has seen all CTAs arrive.
-DEVICE uint32_t begin_epoch(const Params& p) {
-    wait_for_previous_launch();
-    if (thread_index() == 0) shared_store(cfg::EPOCH_AT, load_acquire(p.epoch));
+// Everyone but the weight loader: how many launches of this kernel were completed before this one. One lane reads it,
+// before any arrival of the CTA; it is changed by the one thread that has seen all CTAs arrive.
+DEVICE void read_epoch(const Params& p) {
+    if (warp_index() == TOKEN_LOADER && lane_index() == 0) shared_store(cfg::EPOCH_AT, load_acquire(p.epoch));
+}
+DEVICE uint32_t meet_epoch() {
     barrier_sync(2, cfg::THREADS - WARP);
     return shared_load<uint32_t>(cfg::EPOCH_AT);
+}
+// From here on, what the previous launch wrote may be read.
+DEVICE uint32_t begin_epoch(const Params& p) {
+    wait_for_previous_launch();
+    read_epoch(p);
+    return meet_epoch();
 }
 
 DEVICE void end_epoch(const Params& p, uint32_t epoch) {
@@ -85,14 +91,31 @@ DEVICE void layer_tokens(const Params& p, uint32_t epoch) {
     mark(p, Point::END);
 }
 
+// Attention, merge and output gate, by the math warps. A launch runs this code once, so it would fetch all of it cold;
+// the routing warp of the launch before has rehearsed it while that launch's last product ran: on one unit, and without
+// activations, barriers and stores. Returns the epoch.
+DEVICE uint32_t attend(const Params& p, const attention::Rows& rows, bool rehearsal) {
+    using protocol::Counter;
+    uint32_t epoch = 0;
+    attention::run(p, rows, rehearsal);
+    if (!rehearsal) {
+        epoch = meet_epoch();
+        if (thread_index() == 0) add_release(counter_address(p, Counter::ATTENTION), 1u);
+        mark(p, Point::ATTENTION);
+        wait_counter_math(p, Counter::ATTENTION, epoch);
+    }
+    output_gate::run(p, rows, rehearsal);
+    if (!rehearsal) {
+        arrive_math(p, Counter::GATED);
+        mark(p, Point::GATED);
+    }
+    return epoch;
+}
+
+// From the gated rows on.
 DEVICE void layer_math(const Params& p, uint32_t epoch) {
     using protocol::Counter;
     Ring ring;
-    mark(p, Point::INPUTS_READY);
-    attention::run(p);
-    mark(p, Point::ATTENTION);
-    output_gate::run(p, epoch);
-    mark(p, Point::GATED);
     Exchange::run_o_proj(p, ring, epoch);
     mark(p, Point::O_PROJ);
     boundary::for_owned_rows(p, Counter::AFTER_ATTENTION,
@@ -136,11 +159,14 @@ DEVICE void layer(const Params& p) {
         layer_weights(p);
         return;
     }
-    const uint32_t epoch = begin_epoch(p);
     if (warp == TOKEN_LOADER) {
-        layer_tokens(p, epoch);
-    } else if (warp == ROUTING_WARP) {
+        layer_tokens(p, begin_epoch(p));
+        return;
+    }
+    const bool rehearsal = warp == ROUTING_WARP;
+    if (rehearsal) {
         boundary::prefetch_layer_vectors(p);
+        const uint32_t epoch = begin_epoch(p);
         mark(p, Point::INPUTS_READY);
         routing::route_rows(p, epoch);
         mark(p, Point::ROUTED);
@@ -148,9 +174,17 @@ DEVICE void layer(const Params& p) {
         mark(p, Point::TABLE);
         experts::finish(p, epoch);
         mark(p, Point::END);
-    } else {
-        layer_math(p, epoch);
+        if (p.has_next == 0) return;
+        wait_counter_warp(p, protocol::Counter::AFTER_EXPERTS, epoch);
+        attention::prefetch_next(p);
     }
+    const attention::Rows rows(p);  // inputs of the step, which no launch of the step writes
+    if (!rehearsal) {
+        wait_for_previous_launch();
+        mark(p, Point::INPUTS_READY);
+    }
+    const uint32_t epoch = attend(p, rows, rehearsal);
+    if (!rehearsal) layer_math(p, epoch);
 }
 
 // ---- before layer 0: embedding, norm, q, k, v, gate ----
@@ -165,10 +199,12 @@ DEVICE void embed(const Params& p) {
         return;
     }
     const uint32_t epoch = begin_epoch(p);
-    if (warp == TOKEN_LOADER) {
+    if (warp == ROUTING_WARP) {
+        attention::prefetch_next(p);
+    } else if (warp == TOKEN_LOADER) {
         wait_rows(p, Counter::AFTER_EXPERTS, epoch);
         load_tokens<QkvProj>(p, ring, p.next_input, eviction_policy(Keep::last_out));
-    } else if (warp < cfg::MATH_WARPS) {
+    } else {
         boundary::for_owned_rows(p, Counter::AFTER_EXPERTS, [&](int row) { boundary::embed_row(p, epoch, row); });
         run_dense_to<QkvProj>(p, ring, p.qkv_partial, Counter::QKV_PROJ);
         qkv::run(p, epoch);

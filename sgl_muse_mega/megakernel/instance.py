@@ -121,7 +121,7 @@ class Instance:
     softcap: float
     attention_scale: float
     math_warps: int = 8
-    min_split: int = 64  # keys of a split of attention while there are at most splits_cap of them
+    min_split: int = 32  # keys of a split of attention while there are at most splits_cap of them
     splits_cap: int = 128
     head_dim: int = 64
     ranks: int = 1
@@ -312,7 +312,12 @@ class Instance:
         if self.nvfp4:
             rows = max(rows, *(64 * t.tiles * t.k_parts for t in (self.gate_up_tiles, self.down_tiles)))
         combining = 3 * self.top_k * 4
-        return _round_up(max(rows * (self.row_cap + 1) * 4, combining), 128)
+        return _round_up(max(rows * (self.row_cap + 1) * 4, combining, self.merge_bytes), 128)
+
+    @property
+    def merge_bytes(self) -> int:
+        """Of the merge of attention's splits (output_gate.cuh): chains of half a warp, two turns."""
+        return 2 * 2 * self.math_warps * (self.head_dim + 4) * 4
 
     @property
     def route_bytes(self) -> int:
@@ -405,8 +410,10 @@ class Instance:
             "DOWN_TILES": down.tiles, "DOWN_K_PARTS": down.k_parts, "DOWN_BOXES": down.boxes,
             "GATE_UP_CHUNK": self._expert_chunks[0], "DOWN_CHUNK": self._expert_chunks[1],
         }  # fmt: skip
-        offsets = self.shared_offsets | {"STAGE_WEIGHT_BYTES": self.stage_weight_bytes}
-        offsets |= {"STAGE_TOKEN_BYTES": self.stage_token_bytes, "STAGE_BYTES": self.stage_bytes}
+        offsets = self.shared_offsets | {
+            "STAGE_WEIGHT_BYTES": self.stage_weight_bytes, "STAGE_TOKEN_BYTES": self.stage_token_bytes,
+            "STAGE_BYTES": self.stage_bytes, "MERGE_BYTES": self.merge_bytes,
+        }  # fmt: skip
         floats = {
             "RMS_EPS": self.rms_eps, "POST_EPS": self.post_eps, "ROUTED_SCALING": self.routed_scaling,
             "OUTPUT_MULTIPLIER": self.output_multiplier, "SOFTCAP": self.softcap,

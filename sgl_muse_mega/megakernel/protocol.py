@@ -72,8 +72,8 @@ PEER_SHIFT = 16  # a fault's site word: the site, and above it 1 + the rank whos
 
 # Points of a layer launch's timeline (trace.cuh): each ends the phase of its name on the warps that pass it.
 POINTS: tuple[str, ...] = (
-    "START", "INPUTS_READY", "ATTENTION", "GATED", "O_PROJ", "AFTER_ATTENTION", "ROUTER", "PRE_PROJ", "ROUTED", "TABLE",
-    "GATE_UP", "DOWN", "COMBINED", "POST_PROJ", "AFTER_EXPERTS", "QKV_PROJ", "END",
+    "START", "INPUTS_READY", "ATTENTION", "GATED", "O_PROJ", "AFTER_ATTENTION", "ROUTER", "PRE_PROJ",
+    "ROUTED", "TABLE", "GATE_UP", "DOWN", "COMBINED", "POST_PROJ", "AFTER_EXPERTS", "QKV_PROJ", "END",
 )  # fmt: skip
 
 # Points that any kernel's warps pass: begin and end of a wait (value: counter or site), a stage's loads are issued
@@ -111,7 +111,7 @@ PARAMETERS: tuple[tuple[str, str], ...] = (
     # inputs of the step
     ("token_ids", "const int64_t*"), ("positions", "const int64_t*"), ("ancestors", "const uint32_t*"),
     ("page_table", "const int32_t*"), ("length", "const int32_t*"), ("slots", "const int64_t*"),
-    ("next_slots", "const int64_t*"),
+    ("next_page_table", "const int32_t*"), ("next_slots", "const int64_t*"),
     # caches of this layer and of the next
     ("key_cache", "const void*"), ("value_cache", "const void*"),
     ("next_key_cache", "void*"), ("next_value_cache", "void*"),
@@ -141,7 +141,7 @@ PARAMETERS: tuple[tuple[str, str], ...] = (
     # numbers
     ("tap_stride", "int64_t"), ("rows", "int32_t"), ("first_expert", "int32_t"), ("window", "int32_t"),
     ("has_next", "int32_t"), ("max_splits", "int32_t"), ("rank", "int32_t"), ("launch", "int32_t"),
-    ("session", "int32_t"),
+    ("session", "int32_t"), ("next_window", "int32_t"), ("reserved", "int32_t"),
 )  # fmt: skip
 
 _C_TYPES = {"uint64_t": ctypes.c_uint64, "int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}

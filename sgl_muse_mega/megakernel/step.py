@@ -224,6 +224,9 @@ class Step:
         full = self.config.is_full(index)
         params.next_norm, params.next_qkv = layer.input_norm.data_ptr(), layer.qkv.data_ptr()
         params.next_rope = self._rope[theta].data_ptr() if theta else None
+        window = self.config.window(index)
+        params.next_window = NO_WINDOW if window is None else window
+        params.next_page_table = (self.inputs.full_pages if full else self.inputs.sliding_pages).data_ptr()
         params.next_slots = (self.inputs.full_slots if full else self.inputs.sliding_slots).data_ptr()
         params.next_key_cache, params.next_value_cache = (cache.data_ptr() for cache in self._caches[index])
         params.has_next = 1

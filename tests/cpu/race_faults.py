@@ -100,7 +100,7 @@ CHANGED = (
     ),
     Fault(
         "epoch advanced before all CTAs have arrived",
-        Change("layer/kernel.cuh", "attention::run(p);", "end_epoch(p, epoch);\n    attention::run(p);"),
+        Change("layer/kernel.cuh", "epoch = meet_epoch();", "epoch = meet_epoch(), end_epoch(p, epoch);"),
     ),
     Fault(
         "snapshot of a counter read without order",
@@ -108,11 +108,11 @@ CHANGED = (
     ),
     Fault(
         "partials read before their producers",
-        Change("layer/output_gate.cuh", "wait_counter_math(p, protocol::Counter::ATTENTION, epoch);"),
+        Change("layer/kernel.cuh", "wait_counter_math(p, Counter::ATTENTION, epoch);"),
     ),
     Fault(
         "split count not scaled with the length",
-        Change("layer/output_gate.cuh", "range.splits(size) - first", "1"),
+        Change("layer/output_gate.cuh", "rows.splits(shift) - first", "1"),
         length=150,
     ),
     Fault("double use of a ring slot", Change("layer/load.cuh", "ring.wait_empty(p);")),
@@ -123,7 +123,11 @@ CHANGED = (
     ),
     Fault("reduction buffer reused too early", Change("layer/gemm.cuh", BARRIER, after="row, weight_row, sum);")),
     Fault("sums of two rows in one place", Change("layer/row.cuh", "turn * cfg::MATH_WARPS * 4", "0")),
-    Fault("previous launch not waited for", Change("layer/kernel.cuh", "wait_for_previous_launch();")),
+    Fault(
+        "previous launch not waited for",
+        Change("layer/kernel.cuh", "wait_for_previous_launch();", after="const attention::Rows rows"),
+    ),
+    Fault("epoch read before the previous launch has ended", Change("layer/kernel.cuh", "wait_for_previous_launch();")),
     Fault(
         "table published before it is whole",
         Change("layer/routing.cuh", "    arrive_warp(cfg::ROUTING", "    if (lane == 0) mbarrier_arrive(cfg::ROUTING"),

@@ -44,11 +44,14 @@ def weights() -> TargetWeights:
 class Bench:
     """A random step on the emulator; row_cap 8 or 16 columns."""
 
-    def __init__(self, weights: TargetWeights, row_cap: int, kv_dtype: str, schedule: Schedule = PLAIN) -> None:
+    def __init__(
+        self, weights: TargetWeights, row_cap: int, kv_dtype: str, schedule: Schedule = PLAIN, **tuning: int
+    ) -> None:
         self.emulator = Emulator(sms=4, schedule=schedule)
         self.case = RandomStep.create(
-            CONFIG, prepare(CONFIG, weights), self.emulator, row_cap=row_cap, max_context=MAX_CONTEXT, kv_dtype=kv_dtype
-        )
+            CONFIG, prepare(CONFIG, weights), self.emulator, row_cap=row_cap, max_context=MAX_CONTEXT, kv_dtype=kv_dtype,
+            tuning=tuning,
+        )  # fmt: skip
         self.step, self.caches = self.case.step, self.case.caches
 
     def begin(self, length: int, seed: int) -> None:
@@ -89,6 +92,15 @@ def test_every_stage_agrees_with_the_reference(
         assert not [(where, r) for where, r in results if not r.passed]
         written = [bench.step.activations.logits[:rows], bench.step.activations.greedy_ids[:rows]]
         assert [machine().unwritten_bytes(t) for t in written] == [0, 0]
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
+def test_long_splits_agree_with_the_reference(weights: TargetWeights, kv_dtype: str) -> None:
+    """Splits that doubled, once and more; rows 0 and 1 of the first case have other splits than the rest."""
+    bench = Bench(weights, 8, kv_dtype, splits_cap=2)
+    for rows, length in ((4, 62), (8, 126), (1, 199)):
+        bench.begin(length, seed=rows + length)
+        assert not [(where, r) for where, r in bench.stages(rows) if not r.passed]
 
 
 def reference_logits(weights: TargetWeights, bench: Bench, rows: int, length: int, *, exact: bool = False) -> Tensor:

@@ -36,6 +36,19 @@ DEVICE float e4m3_to_float(uint32_t byte) {
 DEVICE uint32_t e4m3x2_to_bf16x2(uint32_t bytes) {
     return pack_bf16x2(e4m3_to_float(bytes & 0xffu), e4m3_to_float(bytes >> 8 & 0xffu));
 }
+DEVICE uint32_t float_to_f16(float value) {
+    const uint32_t sign = std::signbit(value) ? 0x8000u : 0u;
+    if (std::isnan(value)) return 0x7fffu;
+    const float magnitude = std::fabs(value);
+    if (magnitude >= 65520.f) return sign | 0x7c00u;
+    const int exponent = magnitude < std::ldexp(1.f, -14) ? -14 : std::ilogb(magnitude);
+    const float steps = std::nearbyint(std::ldexp(magnitude, 10 - exponent));  // as in float_to_e4m3
+    return sign | static_cast<uint32_t>(static_cast<int>(steps) + (exponent + 14) * 1024);
+}
+DEVICE uint32_t pack_f16x2(float low, float high) { return float_to_f16(low) | float_to_f16(high) << 16; }
+DEVICE uint32_t e4m3x2_to_f16x2(uint32_t bytes) {
+    return pack_f16x2(e4m3_to_float(bytes & 0xffu), e4m3_to_float(bytes >> 8 & 0xffu));
+}
 DEVICE uint8_t float_to_e4m3(float value) {
     const uint8_t sign = std::signbit(value) ? 0x80 : 0;
     if (std::isnan(value)) return static_cast<uint8_t>(sign | 0x7f);
@@ -46,6 +59,7 @@ DEVICE uint8_t float_to_e4m3(float value) {
     const int code = static_cast<int>(steps) + (exponent + 6) * 8;
     return static_cast<uint8_t>(sign | code);
 }
+DEVICE float larger(float a, float b) { return std::fmax(a, b); }
 DEVICE float reciprocal_root(float value) { return 1.f / std::sqrt(value); }
 DEVICE float exponential(float value) { return std::exp(value); }
 DEVICE float exponential_base2(float value) { return std::exp2(value); }

@@ -16,6 +16,7 @@ template <typename T>
 DEVICE T constant_load(const T* address, emulator::Site site = emulator::Site::current()) {
     return global_load(address, site);
 }
+DEVICE void prefetch_line(const void*) {}
 DEVICE uint32_t load_acquire(const uint32_t* address, emulator::Site site = emulator::Site::current()) {
     return emulator::acquire_word(address, site);
 }

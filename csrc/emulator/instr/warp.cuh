@@ -1,5 +1,7 @@
 // Emulated twin of csrc/instr/warp.cuh.
 #pragma once
+#include <algorithm>
+
 #include "convert.cuh"
 
 DEVICE uint32_t shuffle(uint32_t value, int lane, emulator::Site site = emulator::Site::current()) {
@@ -17,6 +19,13 @@ DEVICE int shuffle_xor(int value, int mask, emulator::Site site = emulator::Site
 DEVICE uint32_t warp_ballot(bool predicate, emulator::Site site = emulator::Site::current()) {
     emulator::words()[0] = predicate ? 1u : 0u;
     return emulator::meet(emulator::Meeting::ballot, emulator::ballot_words, site)[0];
+}
+DEVICE int warp_maximum(int value, emulator::Site site = emulator::Site::current()) {
+    for (int mask = WARP / 2; mask > 0; mask /= 2) value = std::max(value, shuffle_xor(value, mask, site));
+    return value;
+}
+DEVICE int warp_minimum(int value, emulator::Site site = emulator::Site::current()) {
+    return ~warp_maximum(~value, site);
 }
 DEVICE bool all_lanes(bool predicate, emulator::Site site = emulator::Site::current()) {
     return warp_ballot(predicate, site) == emulator::ALL_LANES;
