@@ -51,7 +51,8 @@ struct OneRank {
 
 // Several ranks, or one that plays all of them (loop-back): the same code, other addresses.
 struct ManyRanks {
-    static constexpr int IN_FLIGHT = 12;  // packets a thread polls at once: as many as registers allow
+    // Packets a thread polls at once: as many as registers allow, which a phase of its own has fewer of.
+    static constexpr int IN_FLIGHT = cfg::SEPARATE ? 8 : 12;
 
     DEVICE static int first_token(const Params& p) { return p.rank * cfg::VOCAB; }
 

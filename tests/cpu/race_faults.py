@@ -122,6 +122,14 @@ CHANGED = (
         Change("layer/wait.cuh", BARRIER, after="DEVICE void arrive_math"),
     ),
     Fault("reduction buffer reused too early", Change("layer/gemm.cuh", BARRIER, after="row, weight_row, sum);")),
+    Fault("sums of an expert task overwritten too early", Change("layer/experts.cuh", "wait_sums_taken(p, number);")),
+    Fault(
+        "expert task finished before its sums are parked",
+        Change(
+            "layer/experts.cuh",
+            "wait_mbarrier(p, cfg::SUMS_PARKED_AT, number & 1, protocol::Site::SUMS_PARKED);",
+        ),
+    ),
     Fault("sums of two rows in one place", Change("layer/row.cuh", "turn * cfg::MATH_WARPS * 4", "0")),
     Fault(
         "previous launch not waited for",

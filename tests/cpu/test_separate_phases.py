@@ -8,10 +8,13 @@ import torch
 
 from sgl_muse_mega.emulator.machine import Schedule
 from sgl_muse_mega.emulator.stepper import Emulator
+from sgl_muse_mega.megakernel.build import build
+from sgl_muse_mega.megakernel.inspection import resource_faults
 from sgl_muse_mega.megakernel.instance import HOPPER_SHARED_BYTES, Instance
 from sgl_muse_mega.megakernel.mailbox import LoopBack
 from sgl_muse_mega.megakernel.random_step import RandomStep, random_weights, spark_config, tiny_config
 from sgl_muse_mega.megakernel.separate import PHASES, PhaseKernels
+from sgl_muse_mega.toolchain import find_nvcc
 
 ROWS = 3
 
@@ -71,3 +74,12 @@ def test_every_phase_is_in_one_of_the_two_sets_of_kernels() -> None:
     instance = Instance.for_config(spark_config(), nvfp4=True, fp8_cache=True, row_cap=8, sms=132, local_experts=64)
     found = [name for weights in (False, True) for name in PhaseKernels(instance, weights).kernels]
     assert sorted(found) == sorted(name for name, _ in PHASES)
+
+
+@pytest.mark.skipif(find_nvcc().path is None, reason="needs nvcc")
+@pytest.mark.parametrize("row_cap", [8, 16])
+def test_control_of_one_rank_of_four_compiles_without_spills(row_cap: int) -> None:
+    config = spark_config(2, heads=128)
+    whole = Instance.for_config(config, nvfp4=True, fp8_cache=True, row_cap=row_cap, sms=132, ranks=4)
+    control = PhaseKernels(dataclasses.replace(whole, separate_phases=True), with_weights=True)
+    assert resource_faults(control, build(control).resources()) == []
