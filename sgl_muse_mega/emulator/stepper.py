@@ -119,9 +119,10 @@ class EmulatedRanks:
         self.session = session
         self.statistics: Statistics | None = None
 
-    def mail(self, rank: int) -> SharedMail:
+    def mail(self, rank: int, session: int | None = None) -> SharedMail:
         """Rank `rank`'s place among the ranks; mailboxes are taken from the beginning of the arenas."""
-        return SharedMail(self.arenas[rank], [arena.data_ptr() for arena in self.arenas], rank, self.session)
+        reached = [arena.data_ptr() for arena in self.arenas]
+        return SharedMail(self.arenas[rank], reached, rank, self.session if session is None else session)
 
     def attach(self, steps: Sequence[Step], caches: Sequence[list[tuple[Tensor, Tensor]]]) -> None:
         """Declares the memory of every rank's step (`Emulator.attach`)."""

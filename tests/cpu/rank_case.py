@@ -9,6 +9,8 @@ from torch import Tensor
 from sgl_muse_mega.emulator.machine import PLAIN, EmulatorFault, Schedule
 from sgl_muse_mega.emulator.stepper import EmulatedRanks
 from sgl_muse_mega.megakernel.random_step import RandomStep, random_weights, tiny_config
+from sgl_muse_mega.megakernel.scratch import Control
+from sgl_muse_mega.megakernel.step import Step
 
 
 class RankCase:
@@ -100,10 +102,26 @@ class RankCase:
 
     def reset(self) -> None:
         """Counters, epochs, flags and mailboxes as before the first step."""
-        for step in self.steps:
-            for variant in step.variants.values():
-                for control in variant.control.values():
-                    for field in fields(control):
-                        getattr(control, field.name).zero_()
+        self.begin_session(self.ranks.session)
         for arena in self.ranks.arenas:
             arena.zero_()
+
+    def begin_session(self, session: int) -> None:
+        """Counters, epochs and flags as before the first step, but the mailboxes as they are."""
+        for rank, step in enumerate(self.steps):
+            step.mail = self.ranks.mail(rank, session)
+            for control in self._controls(step):
+                for field in fields(control):
+                    getattr(control, field.name).zero_()
+
+    def ahead(self, rank: int) -> None:
+        """Rank `rank` has done a step that the others have not."""
+        for variant in self.steps[rank].variants.values():
+            for control in variant.control.values():
+                begun = Control.allocate(variant.instance, self.steps[rank].machine.device, 1)
+                for field in fields(control):
+                    getattr(control, field.name).copy_(getattr(begun, field.name))
+
+    @staticmethod
+    def _controls(step: Step) -> list[Control]:
+        return [control for variant in step.variants.values() for control in variant.control.values()]
