@@ -146,7 +146,9 @@ def check_ranks(ranks: Sequence[Programs], kernel: str, sms: int, row_cap: int) 
 
     Every packet is sent once and read by somebody, and all ranks' programs end when they run together.
     """
-    problems, together, goals = [], {}, {}
+    problems: list[str] = []
+    together: Programs = {}
+    goals: dict[str, int] = {}
     for rank, programs in enumerate(ranks):
         found = _check_writers(programs, kernel, sms, row_cap, len(ranks))
         problems += [f"rank {rank}: {problem}" for problem in found]

@@ -93,4 +93,5 @@ def read_mail(mailbox: Tensor, half: int, first_packet: int, rows: int, columns:
     if not bool((tags == tag).all()):
         raise ValueError(f"{int((tags != tag).any(-1).sum())} packets are not of the launch with tag {tag}")
     data = packets[..., 0::2].contiguous().view(torch.bfloat16)
-    return data.view(mailbox.shape[1], rows, columns).float()
+    sent: Tensor = data.view(mailbox.shape[1], rows, columns).float()
+    return sent

@@ -1,0 +1,242 @@
+"""The exchange between GPUs of one host: equal bits on all ranks, its cost beside loop-back, and ranks that die.
+
+    python benchmark/exchange_check.py --ranks 2 --rows 1,4,8,16 --replays 2000 --json out.json      # about 3 minutes
+    python benchmark/exchange_check.py --ranks 2 --failures 4 --rows 8 --json out-failures.json
+
+One process per GPU. Every rank has the heads and experts of one rank of `--share`; weights repeat from rank to rank, so that any
+number of GPUs can stand for a larger model. Exposed cost of an exchange: a layer with peers minus the same kernels in
+loop-back, over the four exchanges of a layer.
+"""
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import statistics
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+from sgl_muse_mega import results
+from sgl_muse_mega.config import TargetConfig
+from sgl_muse_mega.errors import UserError
+from sgl_muse_mega.megakernel.cuda import CudaMachine
+from sgl_muse_mega.megakernel.mailbox import LoopBack, Mail
+from sgl_muse_mega.megakernel.peers import PeerMemory, StoreGroup
+from sgl_muse_mega.megakernel.random_step import RandomStep, random_weights, spark_config
+
+EXCHANGES = 4  # of a layer
+EXPERTS = 256
+
+
+def model(arguments: argparse.Namespace) -> tuple[TargetConfig, int]:
+    """Muse Spark's sizes so that each of the ranks has what one of `share` has, and experts per rank."""
+    local = EXPERTS // arguments.share
+    heads = 128 // arguments.share * arguments.ranks
+    return spark_config(arguments.layers + 1, experts=local * arguments.ranks, heads=heads), local
+
+
+class Chain:
+    """Embedding and layers of one rank as a graph."""
+
+    def __init__(self, arguments: argparse.Namespace, weights: Any, config: TargetConfig, machine: CudaMachine,
+                 mail: Mail, rows: int) -> None:  # fmt: skip
+        self.rows, self.machine = rows, machine
+        self.case = RandomStep.create(
+            config, weights, machine, row_cap=8 if rows <= 8 else 16, max_context=arguments.context, kv_dtype="fp8",
+            mail=mail,
+        )  # fmt: skip
+        self.case.fill(arguments.context, arguments.seed)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.case.step.launch_embed(rows)
+            for index in range(arguments.layers):
+                self.case.step.launch_layer(index, rows)
+
+    def digest(self) -> str:
+        """Bits of the stream after the chain."""
+        self.machine.synchronize()
+        stream = self.case.step.activations.stream[: self.rows].cpu()
+        return hashlib.sha256(stream.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+    def us(self, replays: int) -> float:
+        """Microseconds of one replay, over `replays` of them."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self.graph.replay()
+        start.record()
+        for _ in range(replays):
+            self.graph.replay()
+        end.record()
+        self.machine.synchronize()
+        return float(start.elapsed_time(end)) * 1e3 / replays
+
+
+def measure(group: StoreGroup, mail: Mail, machine: CudaMachine, arguments: argparse.Namespace) -> dict[str, Any]:
+    """All rows of one rank: times in turn, bits after every block of replays with random pauses of the host."""
+    config, local = model(arguments)
+    weights = random_weights(
+        config, arguments.seed, machine.device, first_expert=group.rank * local, local_experts=local,
+        rank=group.rank, ranks=group.ranks,
+    )  # fmt: skip
+    found: dict[str, Any] = {"rank": group.rank, "gpu": torch.cuda.get_device_name(machine.device), "cases": []}
+    pauses = random.Random(arguments.seed + group.rank)
+    for rows in arguments.rows:
+        alone = Chain(arguments, weights, config, machine, LoopBack(group.ranks, group.rank), rows)
+        joined = Chain(arguments, weights, config, machine, mail, rows)
+        times: dict[str, list[float]] = {"loop_back": [], "peers": []}
+        for _ in range(arguments.turns):
+            for name, chain in (("loop_back", alone), ("peers", joined)):
+                group.gather(b"ready")
+                times[name].append(chain.us(arguments.repeats) / arguments.layers)
+        joined.graph.replay()
+        digests = {joined.digest()}
+        for block in range(arguments.replays // 100):
+            for _ in range(100):
+                joined.graph.replay()
+                if pauses.random() < 0.02:
+                    time.sleep(pauses.random() * 1e-3)
+            digests.add(joined.digest())
+            if block % 10 == 0:
+                group.gather(b"block")
+        everybody = {text.decode() for text in group.gather(",".join(sorted(digests)).encode())}
+        found["cases"].append({"rows": rows, "us": times, "equal": len(digests) == 1 and len(everybody) == 1})
+    return found
+
+
+def fail(
+    group: StoreGroup, mail: Mail, machine: CudaMachine, arguments: argparse.Namespace, answer: Connection
+) -> dict[str, Any]:
+    """Says "ready", replays until another rank is gone, and returns the sentence that this rank stops with."""
+    config, local = model(arguments)
+    weights = random_weights(
+        config, arguments.seed, machine.device, first_expert=group.rank * local, local_experts=local,
+        rank=group.rank, ranks=group.ranks,
+    )  # fmt: skip
+    chain = Chain(arguments, weights, config, machine, mail, arguments.rows[0])
+    group.gather(b"ready")
+    answer.send("ready")
+    while True:
+        for _ in range(50):
+            chain.graph.replay()
+        last = time.monotonic()
+        try:
+            machine.synchronize()
+        except UserError as error:
+            return {"rank": group.rank, "sentence": str(error), "seconds": time.monotonic() - last}
+
+
+def work(rank: int, port: int, arguments: argparse.Namespace, answer: Connection) -> None:
+    """One rank's process."""
+    try:
+        torch.cuda.set_device(rank)
+        machine = CudaMachine(f"cuda:{rank}", deadline_seconds=arguments.deadline)
+        store = TCPStore("127.0.0.1", port, arguments.ranks, rank == 0)
+        group = StoreGroup(store, rank, arguments.ranks)
+        from cuda.bindings import driver  # after torch has made the context
+
+        peers = PeerMemory(group, driver)
+        if arguments.failures:
+            answer.send(fail(group, peers.mail(), machine, arguments, answer))
+            os._exit(0)  # the context is lost
+        found = measure(group, peers.mail(), machine, arguments)
+        peers.close()
+        answer.send(found)
+    except UserError as error:
+        answer.send({"rank": rank, "error": str(error)})
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def start(arguments: argparse.Namespace) -> list[tuple[Any, Connection]]:
+    spawn, port, workers = multiprocessing.get_context("spawn"), free_port(), []
+    for rank in range(arguments.ranks):
+        here, there = spawn.Pipe()
+        process = spawn.Process(target=work, args=(rank, port, arguments, there))
+        process.start()
+        workers.append((process, here))
+    return workers
+
+
+def costs(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Runs all ranks and prints a table; "failed" when a rank had an error or bits differ."""
+    answers = []
+    for process, pipe in start(arguments):
+        answers.append(pipe.recv())
+        process.join(30)
+    errors = [f"rank {a['rank']}: {a['error']}" for a in answers if "error" in a]
+    if errors:
+        print("\n".join(errors))
+        return {"failed": True, "errors": errors}
+    print("rows  us/layer loop-back  with peers  exposed us per exchange  bits")
+    failed = False
+    for index, rows in enumerate(arguments.rows):
+        cases = [answer["cases"][index] for answer in answers]
+        alone, joined = (max(statistics.median(c["us"][k]) for c in cases) for k in ("loop_back", "peers"))
+        equal = all(c["equal"] for c in cases)
+        failed = failed or not equal
+        exposed = (joined - alone) / EXCHANGES
+        print(f"{rows:4d}  {alone:18.1f}  {joined:10.1f}  {exposed:23.2f}  {'equal' if equal else 'DIFFER'}")
+    return {"failed": failed, "ranks": answers}
+
+
+def failures(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Kills or stops the last rank at random moments; every other rank must say which one is missing."""
+    runs, failed = [], False
+    moments = random.Random(arguments.seed)
+    for turn in range(arguments.failures):
+        kill = signal.SIGKILL if turn % 2 == 0 else signal.SIGSTOP
+        workers = start(arguments)
+        for _, pipe in workers:
+            pipe.recv()
+        time.sleep(moments.random())
+        os.kill(workers[-1][0].pid, kill)
+        for process, pipe in workers[:-1]:
+            said = pipe.recv() if pipe.poll(arguments.deadline * 4) else {"sentence": "nothing"}
+            good = f"of rank {arguments.ranks - 1} (" in said.get("sentence", "")
+            failed = failed or not good
+            runs.append({"signal": kill.name, **said})
+            print(f"{kill.name}: {said.get('sentence') or said}", flush=True)
+            process.join(10)
+        workers[-1][0].kill()
+        workers[-1][0].join(10)
+    return {"failed": failed, "runs": runs}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--share", type=int, default=4, help="each rank has the sizes of one rank of so many")
+    parser.add_argument("--rows", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4, 8, 16])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--replays", type=int, default=2000, help="with random pauses of each rank's host")
+    parser.add_argument("--failures", type=int, default=0, help="instead: so many ranks to kill or stop")
+    parser.add_argument("--deadline", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    found = failures(arguments) if arguments.failures else costs(arguments)
+    if arguments.json:
+        chosen = {name: value for name, value in vars(arguments).items() if name != "json"}
+        environment = results.environment(torch.cuda.get_device_name(0))
+        arguments.json.write_text(json.dumps({"environment": environment, "options": chosen, **found}, indent=1))
+    return int(found["failed"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
