@@ -3,9 +3,9 @@
     python benchmark/exchange_check.py --ranks 2 --rows 1,4,8,16 --replays 2000 --json out.json      # about 3 minutes
     python benchmark/exchange_check.py --ranks 2 --failures 4 --rows 8 --json out-failures.json
 
-One process per GPU. Every rank has the heads and experts of one rank of `--share`; weights repeat from rank to rank, so that any
-number of GPUs can stand for a larger model. Exposed cost of an exchange: a layer with peers minus the same kernels in
-loop-back, over the four exchanges of a layer.
+One process per GPU. Every rank has the heads and experts of one rank of `--share`; weights repeat from rank to rank, so
+that any number of GPUs can stand for a larger model. Exposed cost of an exchange: a layer with peers minus the same
+kernels in loop-back, over the four exchanges of a layer.
 """
 
 import argparse
