@@ -3,7 +3,7 @@
 
 KERNEL(attention_kernel, Params, cfg::THREADS) { separate::attention_splits(p); }
 KERNEL(gate_kernel, Params, cfg::THREADS) {
-    separate::run(p, [&](uint32_t) { output_gate::run(p, attention::Rows(p), false); });
+    separate::run(p, [&](uint32_t) { output_gate::run(p, attention::Rows(p)); });
 }
 KERNEL(o_proj_kernel, Params, cfg::THREADS) { separate::o_proj(p); }
 KERNEL(after_attention_kernel, Params, cfg::THREADS) { separate::after_attention(p); }

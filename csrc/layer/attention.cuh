@@ -123,7 +123,7 @@ DEVICE void prefetch_head(const Params& p, int32_t slot, int kv_head) {
 }
 
 // One warp: queries of tile `tile` against split `split` (of 2^shift keys) of KV head `kv_head`.
-DEVICE void run_unit(const Params& p, const Rows& rows, int shift, int split, int kv_head, int tile, bool rehearsal) {
+DEVICE void run_unit(const Params& p, const Rows& rows, int shift, int split, int kv_head, int tile) {
     const int g = lane_index() / 4, t = lane_index() % 4;
     const int split_first = (rows.first_split(shift) + split) << shift;
     const int upto = split_first + (1 << shift), split_end = upto < rows.end ? upto : rows.end;
@@ -141,7 +141,9 @@ DEVICE void run_unit(const Params& p, const Rows& rows, int shift, int split, in
     if (prefetching) {
         int32_t near[AHEAD - 1];
 #pragma unroll
-        for (int turn = 1; turn < AHEAD; ++turn) near[turn - 1] = slot_of(p, rows, split_first + turn * KEYS + lane_index());
+        for (int turn = 1; turn < AHEAD; ++turn) {
+            near[turn - 1] = slot_of(p, rows, split_first + turn * KEYS + lane_index());
+        }
         far = slot_of(p, rows, split_first + AHEAD * KEYS + lane_index());
 #pragma unroll
         for (int turn = 1; turn < AHEAD; ++turn) prefetch_head(p, near[turn - 1], kv_head);
@@ -152,7 +154,7 @@ DEVICE void run_unit(const Params& p, const Rows& rows, int shift, int split, in
     for (int half = 0; half < 2; ++half) {
         const Pair pair(kv_head, tile, half);
         view[half] = RowView(p, rows, pair.row, shift);
-        if (pair.row < p.rows && !rehearsal) {
+        if (pair.row < p.rows) {
             const uint16_t* q = p.query + (pair.row * cfg::HEADS + pair.head) * cfg::HEAD_DIM + 8 * t;
             query[half][0] = Cached::query(global_load(reinterpret_cast<const uint4*>(q)));
             query[half][1] = Cached::query(global_load(reinterpret_cast<const uint4*>(q + 32)));
@@ -253,7 +255,7 @@ DEVICE void run_unit(const Params& p, const Rows& rows, int shift, int split, in
     for (int half = 0; half < 2; ++half) {
         total[half] += shuffle_xor(total[half], 1);
         total[half] += shuffle_xor(total[half], 2);
-        if (!view[half].present() || rehearsal) continue;
+        if (!view[half].present()) continue;
         const Pair pair(kv_head, tile, half);
         const int64_t at = static_cast<int64_t>(pair.row * cfg::HEADS + pair.head) * p.max_splits + split;
         float* sums = p.attention_sums + at * cfg::HEAD_DIM + 8 * t;
@@ -290,20 +292,18 @@ DEVICE void prefetch_next(const Params& p) {
     }
 }
 
-// All units of this CTA: (split, KV head) pairs are dealt to the CTAs, query tiles to the warps. A rehearsal is one warp's
-// and does one unit.
-DEVICE void run(const Params& p, const Rows& rows, bool rehearsal) {
+// All units of this CTA: (split, KV head) pairs are dealt to the CTAs, query tiles to the warps.
+DEVICE void run(const Params& p, const Rows& rows) {
     const int tiles = (p.rows * GROUP + 15) / 16;
 #pragma unroll 1
     for (int shift = rows.small_shift; shift <= rows.large_shift; ++shift) {
         const int pairs = rows.splits(shift) * cfg::KV_HEADS;
         int pair = cta_index();
 #pragma unroll 1
-        for (int tile = rehearsal ? 0 : warp_index();; tile += cfg::MATH_WARPS) {
+        for (int tile = warp_index();; tile += cfg::MATH_WARPS) {
             for (; tile >= tiles; tile -= tiles) pair += cfg::SMS;
             if (pair >= pairs) break;
-            run_unit(p, rows, shift, pair / cfg::KV_HEADS, pair % cfg::KV_HEADS, tile, rehearsal);
-            if (rehearsal) return;
+            run_unit(p, rows, shift, pair / cfg::KV_HEADS, pair % cfg::KV_HEADS, tile);
         }
     }
 }

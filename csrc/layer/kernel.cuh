@@ -91,31 +91,20 @@ DEVICE void layer_tokens(const Params& p, uint32_t epoch) {
     mark(p, Point::END);
 }
 
-// Attention, merge and output gate, by the math warps. A launch runs this code once, so it would fetch all of it cold;
-// the routing warp of the launch before has rehearsed it while that launch's last product ran: on one unit, and without
-// activations, barriers and stores. Returns the epoch.
-DEVICE uint32_t attend(const Params& p, const attention::Rows& rows, bool rehearsal) {
-    using protocol::Counter;
-    uint32_t epoch = 0;
-    attention::run(p, rows, rehearsal);
-    if (!rehearsal) {
-        epoch = meet_epoch();
-        if (thread_index() == 0) add_release(counter_address(p, Counter::ATTENTION), 1u);
-        mark(p, Point::ATTENTION);
-        wait_counter_math(p, Counter::ATTENTION, epoch);
-    }
-    output_gate::run(p, rows, rehearsal);
-    if (!rehearsal) {
-        arrive_math(p, Counter::GATED);
-        mark(p, Point::GATED);
-    }
-    return epoch;
-}
-
-// From the gated rows on.
-DEVICE void layer_math(const Params& p, uint32_t epoch) {
+DEVICE void layer_math(const Params& p) {
     using protocol::Counter;
     Ring ring;
+    const attention::Rows rows(p);  // inputs of the step, which no launch of the step writes
+    wait_for_previous_launch();
+    mark(p, Point::INPUTS_READY);
+    attention::run(p, rows);
+    const uint32_t epoch = meet_epoch();
+    if (thread_index() == 0) add_release(counter_address(p, Counter::ATTENTION), 1u);
+    mark(p, Point::ATTENTION);
+    wait_counter_math(p, Counter::ATTENTION, epoch);
+    output_gate::run(p, rows);
+    arrive_math(p, Counter::GATED);
+    mark(p, Point::GATED);
     Exchange::run_o_proj(p, ring, epoch);
     mark(p, Point::O_PROJ);
     boundary::for_owned_rows(p, Counter::AFTER_ATTENTION,
@@ -163,8 +152,7 @@ DEVICE void layer(const Params& p) {
         layer_tokens(p, begin_epoch(p));
         return;
     }
-    const bool rehearsal = warp == ROUTING_WARP;
-    if (rehearsal) {
+    if (warp == ROUTING_WARP) {
         boundary::prefetch_layer_vectors(p);
         const uint32_t epoch = begin_epoch(p);
         mark(p, Point::INPUTS_READY);
@@ -177,14 +165,9 @@ DEVICE void layer(const Params& p) {
         if (p.has_next == 0) return;
         wait_counter_warp(p, protocol::Counter::AFTER_EXPERTS, epoch);
         attention::prefetch_next(p);
+        return;
     }
-    const attention::Rows rows(p);  // inputs of the step, which no launch of the step writes
-    if (!rehearsal) {
-        wait_for_previous_launch();
-        mark(p, Point::INPUTS_READY);
-    }
-    const uint32_t epoch = attend(p, rows, rehearsal);
-    if (!rehearsal) layer_math(p, epoch);
+    layer_math(p);
 }
 
 // ---- before layer 0: embedding, norm, q, k, v, gate ----

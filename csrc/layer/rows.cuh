@@ -8,8 +8,8 @@ DEVICE constexpr int log2_of(int value) { return value == 1 ? 0 : 1 + log2_of(va
 constexpr int MIN_SHIFT = log2_of(cfg::MIN_SPLIT);
 static_assert(cfg::MIN_SPLIT == 1 << MIN_SHIFT, "splits are powers of two");
 
-// A row at `position` has splits of 2^shift keys: small, so that short contexts spread over the SMs, doubling from where
-// there would be more than SPLITS_CAP of them.
+// A row at `position` has splits of 2^shift keys: small, so that short contexts spread over the SMs, doubling from
+// where there would be more than SPLITS_CAP of them.
 DEVICE int split_shift(const Params& p, int position) {
     const int last = position < p.window ? position : p.window - 1;
     int shift = MIN_SHIFT;

@@ -53,7 +53,7 @@ DEVICE uint64_t token_policy() { return eviction_policy(Keep::last_out); }
 DEVICE void attention_splits(const Params& p) {
     run(p, nothing, nothing,
         [&](uint32_t epoch) {
-            attention::run(p, attention::Rows(p), false);
+            attention::run(p, attention::Rows(p));
             if constexpr (cfg::RANKS > 1) program::end_epoch(p, epoch);  // no other phase runs now
         },
         [&](uint32_t) { boundary::prefetch_layer_vectors(p); });

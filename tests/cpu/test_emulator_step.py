@@ -49,8 +49,8 @@ class Bench:
     ) -> None:
         self.emulator = Emulator(sms=4, schedule=schedule)
         self.case = RandomStep.create(
-            CONFIG, prepare(CONFIG, weights), self.emulator, row_cap=row_cap, max_context=MAX_CONTEXT, kv_dtype=kv_dtype,
-            tuning=tuning,
+            CONFIG, prepare(CONFIG, weights), self.emulator, row_cap=row_cap, max_context=MAX_CONTEXT,
+            kv_dtype=kv_dtype, tuning=tuning,
         )  # fmt: skip
         self.step, self.caches = self.case.step, self.case.caches
 
