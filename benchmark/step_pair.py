@@ -15,11 +15,12 @@ from sgl_muse_mega.commands.problems import read_problems
 from sgl_muse_mega.commands.text import Text
 from sgl_muse_mega.config import load_draft_config, load_target_config
 from sgl_muse_mega.megakernel.backend import KernelBackend
+from sgl_muse_mega.megakernel.boxes import DESCRIPTION_BYTES
 from sgl_muse_mega.megakernel.build import HOPPER, Progress, build, quiet
 from sgl_muse_mega.megakernel.compiled import Compiled
 from sgl_muse_mega.megakernel.decode_backend import decode_backend
 from sgl_muse_mega.megakernel.decode_loop import DecodeLoop
-from sgl_muse_mega.megakernel.machine import Machine
+from sgl_muse_mega.megakernel.machine import Boxes, Machine
 from sgl_muse_mega.megakernel.protocol import RECORD_WORDS
 from sgl_muse_mega.megakernel.step import Step
 from sgl_muse_mega.speculative.backend import Backend, StepBackend
@@ -44,6 +45,11 @@ class Planner:
     def load(self, instance: Compiled, progress: Progress = quiet) -> Any:
         self.instances.append(instance)
         return None
+
+    def describe_boxes(self, boxes: Boxes) -> bytes:
+        """Nobody copies by it."""
+        del boxes
+        return bytes(DESCRIPTION_BYTES)
 
     def attach(self, step: Step, caches: list[tuple[Tensor, Tensor]]) -> None:
         """Nothing runs."""

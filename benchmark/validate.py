@@ -31,7 +31,10 @@ MODELS = ("tiny", "tiny-bf16", "odd", "odd-bf16", "full", "full-bf16")
 NAMES = (*Instance.kernels, *DraftInstance.kernels, *AcceptInstance.kernels)
 # API errors are left out: cuda-bindings asks the driver for functions that an older driver does not have.
 SANITIZER = " ".join(
-    ("compute-sanitizer --error-exitcode 9 --report-api-errors no", *(f"--kernel-name kne={name}" for name in NAMES))
+    (
+        "compute-sanitizer --error-exitcode 9 --report-api-errors no --print-limit 20",
+        *(f"--kernel-name kne={name}" for name in NAMES),
+    )
 )
 STAGES = "python benchmark/layer_check.py --sizes"
 # name: (seconds allowed, command)
@@ -54,7 +57,7 @@ CHECKS: dict[str, tuple[int, str]] = {
     "synccheck": (60, f"{SANITIZER} --tool synccheck python benchmark/sanitize.py"),
     "racecheck": (90, f"{SANITIZER} --tool racecheck python benchmark/sanitize.py --define EVERY_LANE_ARRIVES"),
 }  # fmt: skip
-KEPT_LINES = 100
+KEPT_LINES = 60  # at both ends
 
 
 def compile_all() -> None:
@@ -91,7 +94,7 @@ def run(command: str, seconds: int, scratch: str) -> dict[str, object]:
     lines = [line for line in output.splitlines() if line.strip()]
     return {
         "command": command, "status": status, "seconds": round(time.monotonic() - start, 1),
-        "output": lines[-KEPT_LINES:],
+        "output": lines if len(lines) <= 2 * KEPT_LINES else [*lines[:KEPT_LINES], "...", *lines[-KEPT_LINES:]],
     }  # fmt: skip
 
 

@@ -52,7 +52,11 @@ DEVICE uint32_t anew(uint32_t value) {
 }
 
 DEVICE void warp_sync() { __syncwarp(); }
-DEVICE void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+// Not the aligned form (`bar.sync`): that one counts a warp when its first lane comes, and one that polled for the
+// others may still be away.
+DEVICE void barrier_sync(int id, int threads) {
+    asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 // Offsets are bytes from the start of the CTA's dynamic shared memory; T must be aligned at the offset.
 template <typename T>

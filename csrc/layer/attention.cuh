@@ -204,7 +204,11 @@ DEVICE void run_unit(const Params& p, const Rows& rows, int shift, int split, in
 #pragma unroll
             for (int step = 1; step < 4; step *= 2) top = larger(top, shuffle_xor(top, step));
             base[half] = top == -infinity() ? 0.f : top * cfg::SCORE_SCALE_LOG2;
-            shrink[half] = exponential_base2(highest[half] * cfg::SCORE_SCALE_LOG2 - base[half]);
+            // Exactly 1 where nothing changed, which the product fused with the difference would not give: a turn in which
+            // a row sees nothing is there or not, as the other rows have it.
+            shrink[half] = top == highest[half]
+                               ? 1.f
+                               : exponential_base2(highest[half] * cfg::SCORE_SCALE_LOG2 - base[half]);
             highest[half] = top;
         }
         if (!all_lanes(shrink[0] == 1.f && shrink[1] == 1.f)) {

@@ -15,6 +15,9 @@ static_assert(cfg::THREADS == (cfg::MATH_WARPS + 3) * WARP, "math warps, two loa
 // Barriers exist and the ring is empty afterwards.
 DEVICE void start() {
     if (thread_index() == 0) {
+        mbarrier_init(cfg::ROUTING_BARRIER_AT, WARP_ARRIVALS);
+        mbarrier_init(cfg::SUMS_PARKED_AT, cfg::MATH_WARPS * WARP_ARRIVALS);
+        mbarrier_init(cfg::SUMS_TAKEN_AT, WARP_ARRIVALS);
         init_ring();
         allow_next_launch();
     }
@@ -94,8 +97,8 @@ DEVICE void layer_tokens(const Params& p, uint32_t epoch) {
 DEVICE void layer_math(const Params& p) {
     using protocol::Counter;
     Ring ring;
-    const attention::Rows rows(p);  // inputs of the step, which no launch of the step writes
     wait_for_previous_launch();
+    const attention::Rows rows(p);  // after the wait: the accept rule of the step before writes the length
     mark(p, Point::INPUTS_READY);
     attention::run(p, rows);
     const uint32_t epoch = meet_epoch();
@@ -118,9 +121,10 @@ DEVICE void layer_math(const Params& p) {
     mark(p, Point::ROUTED);
     routing::wait_table(p);
     mark(p, Point::TABLE);
-    const int tasks = experts::accumulate_tasks<experts::GateUp>(p, ring, 0);
+    int tasks = experts::accumulate_tasks<experts::GateUp>(p, ring, 0);
     mark(p, Point::GATE_UP);
-    experts::accumulate_tasks<experts::Down>(p, ring, tasks);
+    tasks = experts::accumulate_tasks<experts::Down>(p, ring, tasks);
+    experts::wait_sums_taken(p, tasks);  // the reduction buffer serves others next
     mark(p, Point::DOWN);
     combine::run(p, epoch);
     mark(p, Point::COMBINED);

@@ -55,9 +55,6 @@ DEVICE void init_ring() {
         mbarrier_init(cfg::BARRIERS_AT + slot * 8, 2);
         mbarrier_init(cfg::BARRIERS_AT + (cfg::STAGES + slot) * 8, cfg::MATH_WARPS * WARP_ARRIVALS);
     }
-    mbarrier_init(cfg::ROUTING_BARRIER_AT, WARP_ARRIVALS);
-    mbarrier_init(cfg::SUMS_PARKED_AT, cfg::MATH_WARPS * WARP_ARRIVALS);
-    mbarrier_init(cfg::SUMS_TAKEN_AT, WARP_ARRIVALS);
     mbarrier_init_fence();
 }
 

@@ -189,7 +189,6 @@ class DraftInstance:
         ring = self.barrier_bytes + self.reduce_bytes
         return {
             "BARRIERS_AT": 0,  # full and empty barriers of each stage
-            "ROUTING_BARRIER_AT": 2 * 24 * 8,  # initialised with the ring's barriers, unused here
             "EPOCH_AT": 2 * 24 * 8 + 8,
             "ROW_SUM_AT": 2 * 24 * 8 + 16,
             "TRACE_AT": 512,  # length of each warp's log; nothing without a trace
