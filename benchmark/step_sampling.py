@@ -106,6 +106,7 @@ class Trials:
         self._memory += [*own, ("fault_record", machine.fault_record, False, True)]
         self._graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda":
+            self.request.copy_(torch.tensor(request_words_of(SamplingParams(1.0))))
             self._launch()  # loads what is loaded lazily
             machine.synchronize()
             self._graph = torch.cuda.CUDAGraph()

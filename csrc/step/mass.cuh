@@ -109,7 +109,8 @@ DEVICE int find(const Row& row, uint64_t target, Value value) {
     const int lane = first_lane(upto > target);
     uint64_t before = shuffle_wide(upto - sum, lane);
     int segment = lane * PER_LANE;
-    for (;; ++segment) {
+    if (segment >= SEGMENTS) return cfg::VOCAB - 1;  // no total at all: a request whose numbers make no sense
+    for (; segment + 1 < SEGMENTS; ++segment) {
         const uint64_t next = before + shared_load<uint64_t>(cfg::SEGMENTS_AT + segment * 8);
         if (next > target) break;
         before = next;
