@@ -100,7 +100,7 @@ CHANGED = (
     ),
     Fault(
         "epoch advanced before all CTAs have arrived",
-        Change("layer/kernel.cuh", "epoch = meet_epoch();", "epoch = meet_epoch(), end_epoch(p, epoch);"),
+        Change("layer/kernel.cuh", "epoch = meet_epoch();", "epoch = meet_epoch();\n    end_epoch(p, epoch);"),
     ),
     Fault(
         "snapshot of a counter read without order",
@@ -133,7 +133,7 @@ CHANGED = (
     Fault("sums of two rows in one place", Change("layer/row.cuh", "turn * cfg::MATH_WARPS * 4", "0")),
     Fault(
         "previous launch not waited for",
-        Change("layer/kernel.cuh", "wait_for_previous_launch();", after="const attention::Rows rows"),
+        Change("layer/kernel.cuh", "wait_for_previous_launch();", after="DEVICE void layer_math("),
     ),
     Fault("epoch read before the previous launch has ended", Change("layer/kernel.cuh", "wait_for_previous_launch();")),
     Fault(

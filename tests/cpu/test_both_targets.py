@@ -15,8 +15,8 @@ from sgl_muse_mega.megakernel.random_step import spark_config
 
 RANKS, HEADS, VOCAB = 4, 128, 202048
 SMS = {"sm_90a": 132, "sm_103a": 148}
-SPILLING = {f"sm_103a {size} draft {rows}" for size in ("tiny", "full") for rows in (8, 16)}
-"""A known fault: the draft's block kernel needs up to four registers more than there are on sm_103a."""
+SPILLING = {"sm_103a tiny draft 8", "sm_103a full draft 8", "sm_103a full draft 16"}
+"""A known fault: the draft's block kernel needs up to five registers more than there are on sm_103a."""
 
 
 def tiny_pair(sms: int) -> dict[str, Compiled]:
