@@ -23,7 +23,7 @@ struct Sublayer {
 struct Stretch {
     int row, share;
     DEVICE explicit Stretch(int turn) {
-        const int index = opaque(cta_index() + turn * cfg::SMS);
+        const int index = forget(cta_index() + turn * cfg::SMS);
         row = index / SHARES;
         share = index % SHARES;
     }

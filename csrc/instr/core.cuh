@@ -18,16 +18,11 @@ DEVICE int lane_index() { return static_cast<int>(threadIdx.x) % WARP; }
 DEVICE int warp_index() { return static_cast<int>(threadIdx.x) / WARP; }
 DEVICE int cta_index() { return static_cast<int>(blockIdx.x); }
 
-// The same value, of which the compiler knows nothing: what is computed from it is not computed ahead of a loop and
-// kept.
-DEVICE int opaque(int value) {
-    asm volatile("" : "+r"(value));
-    return value;
-}
-
-// The same value, of which the compiler knows nothing: what is derived from it is computed anew and not kept in
-// registers since an earlier phase.
-DEVICE int forget(int value) {
+// The same value, of which the compiler knows nothing: what is derived from it is computed anew, and not ahead of a loop
+// or in an earlier phase and then kept in registers.
+template <typename T>
+DEVICE T forget(T value) {
+    static_assert(sizeof(T) == 4, "one register");
     asm volatile("" : "+r"(value));
     return value;
 }
@@ -42,13 +37,6 @@ DEVICE bool elect_one() {
     uint32_t elected;
     asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
     return elected != 0;
-}
-
-// The same value, of which the compiler knows nothing from here on: what follows from it is not computed earlier and
-// then held in registers.
-DEVICE uint32_t anew(uint32_t value) {
-    asm volatile("" : "+r"(value));
-    return value;
 }
 
 DEVICE void warp_sync() { __syncwarp(); }

@@ -82,8 +82,8 @@ struct ManyRanks {
     DEVICE static void run_o_proj(const Params& p, Ring& ring, uint32_t epoch) {
         static_assert(cfg::HIDDEN % BLOCK_ROWS == 0, "all lanes of a warp have an output");
         run_dense<OProj>(p, ring, [&](const DenseTask&, int, int row, int column, float sum) {
-            const uint32_t launch = anew(epoch);
-            const int lane = static_cast<int>(anew(static_cast<uint32_t>(lane_index())));
+            const uint32_t launch = forget(epoch);
+            const int lane = static_cast<int>(forget(static_cast<uint32_t>(lane_index())));
             const float neighbour = shuffle_xor(sum, 1);
             const uint32_t pair = lane % 2 == 0 ? pack_bf16x2(sum, neighbour) : pack_bf16x2(neighbour, sum);
             const uint32_t other = shuffle(pair, lane ^ 2);
@@ -123,7 +123,7 @@ struct ManyRanks {
     // Below MATH_THREADS in the math warps, and for the compiler: where sizes are multiples of it, all that is said of
     // packets below is constant.
     DEVICE static int first_packet() {
-        return static_cast<int>(anew(static_cast<uint32_t>(thread_index())) % cfg::MATH_THREADS);
+        return static_cast<int>(forget(static_cast<uint32_t>(thread_index())) % cfg::MATH_THREADS);
     }
 
     DEVICE static constexpr int groups(int packets) { return (packets + cfg::MATH_THREADS - 1) / cfg::MATH_THREADS; }
@@ -131,7 +131,7 @@ struct ManyRanks {
     // This rank's part of a row to all ranks.
     template <class Point, class Part>
     DEVICE static void send(const Params& p, uint32_t epoch, int row, Part part) {
-        epoch = anew(epoch);
+        epoch = forget(epoch);
         const int first = first_packet();
 #pragma unroll
         for (int group = 0; group < groups(Point::PACKETS); ++group) {
@@ -147,7 +147,7 @@ struct ManyRanks {
         constexpr int GROUPS = groups(Point::PACKETS);
         constexpr int MOST = cfg::RANKS < IN_FLIGHT ? IN_FLIGHT / cfg::RANKS : 1;
         constexpr int TURN = MOST < GROUPS ? MOST : GROUPS;
-        epoch = anew(epoch);
+        epoch = forget(epoch);
         const int first = first_packet();
 #pragma unroll
         for (int start = 0; start < GROUPS; start += TURN) {
@@ -182,7 +182,7 @@ struct ManyRanks {
     template <class Point, int SOURCES, class Body>
     DEVICE static void collect(const Params& p, uint32_t epoch, int row, int source, Body body) {
         constexpr int PACKETS = Point::PACKETS * SOURCES, GROUPS = groups(PACKETS);
-        epoch = anew(epoch);
+        epoch = forget(epoch);
         const int first = first_packet();
         uint2 data[GROUPS];
         mailbox::receive<Point>(p, epoch, row, first, data, [&](int i) {

@@ -139,7 +139,7 @@ DEVICE void run_dense(const Params& p, Ring& ring, Finish finish) {
         }
         park(acc, k_part * BLOCK_ROWS + tile * 16);
         math_barrier();
-        const uint32_t thread = anew(static_cast<uint32_t>(thread_index()));
+        const uint32_t thread = forget(static_cast<uint32_t>(thread_index()));
         const int local = static_cast<int>(thread % BLOCK_ROWS), weight_row = task.block * BLOCK_ROWS + local;
 #pragma unroll
         for (int turn = 0; turn < ROW_TURNS; ++turn) {

@@ -35,12 +35,12 @@ DEVICE int lane_index() { return emulator::current->index; }
 DEVICE int warp_index() { return emulator::current->thread / WARP; }
 DEVICE int cta_index() { return emulator::current->cta->index; }
 DEVICE int cta_count() { return emulator::current->cta->launch->ctas; }
-DEVICE int opaque(int value) { return value; }
-DEVICE int forget(int value) { return value; }
+template <typename T>
+DEVICE T forget(T value) {
+    return value;
+}
 DEVICE int population_count(uint32_t bits) { return std::popcount(bits); }
 DEVICE int lowest_bit(uint32_t bits) { return std::countr_zero(bits); }
-
-DEVICE uint32_t anew(uint32_t value) { return value; }
 
 // Places in the text are defaulted arguments, so that a report can name the caller's line.
 DEVICE bool elect_one(emulator::Site site = emulator::Site::current()) {
