@@ -74,12 +74,7 @@ DEVICE void run_product(const Params& p, Ring& ring, Finish finish) {
         for (int turn = 0; turn < ROW_TURNS; ++turn) {
             const int row = thread_index() / BLOCK_ROWS + turn * ROWS_AT_ONCE;
             if (row >= p.rows || weight_row >= G::N) continue;
-            float sum = shared_load<float>(reduce_at(local, row));
-#pragma unroll
-            for (int part = 1; part < K_PARTS; ++part) {
-                sum += shared_load<float>(reduce_at(part * BLOCK_ROWS + local, row));
-            }
-            finish(task, turn, row, weight_row, sum);
+            finish(task, turn, row, weight_row, parked_sum(local, row));
         }
         math_barrier();
     }
@@ -89,9 +84,7 @@ DEVICE void run_product(const Params& p, Ring& ring, Finish finish) {
 template <class G>
 DEVICE void run_parts(const Params& p, Ring& ring, float* partial) {
     run_product<G>(p, ring, [&](const DenseTask& task, int, int row, int weight_row, float sum) {
-        global_store(
-            partial + ((task.block * G::PARTS + task.part) * cfg::ROW_CAP + row) * BLOCK_ROWS + weight_row % BLOCK_ROWS,
-            sum);
+        store_part<G>(partial, task, row, weight_row, sum);
     });
 }
 

@@ -119,6 +119,22 @@ DEVICE void accumulate_fp32(float (&acc)[NT][4], uint32_t weights, uint32_t toke
 constexpr int ROWS_AT_ONCE = cfg::MATH_THREADS / BLOCK_ROWS;
 constexpr int ROW_TURNS = (cfg::ROW_CAP + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
 
+// What the warps behind each other left of weight row `local` of the block and token row `row`, added in their order.
+DEVICE float parked_sum(int local, int row) {
+    float sum = shared_load<float>(reduce_at(local, row));
+#pragma unroll
+    for (int part = 1; part < K_PARTS; ++part) sum += shared_load<float>(reduce_at(part * BLOCK_ROWS + local, row));
+    return sum;
+}
+
+// partial: [blocks, PARTS, ROW_CAP, 64] f32.
+template <class G>
+DEVICE void store_part(float* partial, const DenseTask& task, int row, int weight_row, float sum) {
+    global_store(
+        partial + ((task.block * G::PARTS + task.part) * cfg::ROW_CAP + row) * BLOCK_ROWS + weight_row % BLOCK_ROWS,
+        sum);
+}
+
 // Runs this CTA's tasks of product G; finish(task, turn, row, weight_row, value) gets every sum once, where row <
 // p.rows and weight_row < N.
 template <class G, class Finish>
@@ -145,12 +161,7 @@ DEVICE void run_dense(const Params& p, Ring& ring, Finish finish) {
         for (int turn = 0; turn < ROW_TURNS; ++turn) {
             const int row = static_cast<int>(thread / BLOCK_ROWS) + turn * ROWS_AT_ONCE;
             if (row >= p.rows || weight_row >= G::N) continue;
-            float sum = shared_load<float>(reduce_at(local, row));
-#pragma unroll
-            for (int part = 1; part < K_PARTS; ++part) {
-                sum += shared_load<float>(reduce_at(part * BLOCK_ROWS + local, row));
-            }
-            finish(task, turn, row, weight_row, sum);
+            finish(task, turn, row, weight_row, parked_sum(local, row));
         }
         math_barrier();
     }
@@ -160,9 +171,7 @@ DEVICE void run_dense(const Params& p, Ring& ring, Finish finish) {
 template <class G>
 DEVICE void run_dense_to(const Params& p, Ring& ring, float* partial, protocol::Counter counter) {
     run_dense<G>(p, ring, [&](const DenseTask& task, int, int row, int weight_row, float sum) {
-        global_store(
-            partial + ((task.block * G::PARTS + task.part) * cfg::ROW_CAP + row) * BLOCK_ROWS + weight_row % BLOCK_ROWS,
-            sum);
+        store_part<G>(partial, task, row, weight_row, sum);
     });
     arrive_math(p, counter);
 }
