@@ -121,7 +121,7 @@ CHANGED = (
         "arrival before the other warps have written",
         Change("layer/wait.cuh", BARRIER, after="DEVICE void arrive_math"),
     ),
-    Fault("reduction buffer reused too early", Change("layer/gemm.cuh", BARRIER, after="row, weight_row, sum);")),
+    Fault("reduction buffer reused too early", Change("layer/gemm.cuh", BARRIER, after="parked_sum(local, row));")),
     Fault("sums of an expert task overwritten too early", Change("layer/experts.cuh", "wait_sums_taken(p, number);")),
     Fault(
         "expert task finished before its sums are parked",
