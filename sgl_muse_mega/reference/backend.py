@@ -126,7 +126,7 @@ class ReferenceBackend:
         else:
             path, probabilities = walk_sampled(proposals.lattice, temperature, uniforms)
         tokens = proposals.candidates.gather(1, path[:, None])[:, 0]
-        return DraftBlock(tokens, proposals.candidates, probabilities)
+        return DraftBlock(tokens, proposals.candidates, probabilities, proposals.lattice)
 
     def verify(self, tokens: Sequence[int]) -> Tensor:
         """Float32 logits [T, V] of the rows at positions length .. length + T - 1."""

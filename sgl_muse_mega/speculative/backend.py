@@ -21,6 +21,7 @@ class DraftBlock:
     tokens: Tensor  # int64 [W - 1]
     candidates: Tensor  # int64 [W - 1, k], the ids that could have been proposed
     probabilities: Tensor  # float32 [W - 1, k], q over the candidates; one-hot rows for a greedy walk
+    lattice: Tensor | None = None  # [W - 1, k, k]: S[slot, predecessor, candidate]; trees and automatic widths need it
 
 
 class Backend(Protocol):
