@@ -80,10 +80,11 @@ class Trials:
         self.outputs, verdicts = each(OUTPUT_SLOTS, OUTPUT_WORDS), each(ROW_CAP, 2)
         pages = torch.arange(CONTEXT + ROW_CAP, dtype=torch.int32, device=device)
         ancestors = torch.zeros(ROW_CAP, dtype=torch.int32, device=device)
+        live = torch.full((1,), ROW_CAP, dtype=torch.int32, device=device)
         self.sequences = [
             (
                 StepInputs(
-                    ancestors=ancestors, length=self.length[i], full_pages=pages, sliding_pages=pages,
+                    ancestors=ancestors, live=live, length=self.length[i], full_pages=pages, sliding_pages=pages,
                     **{name: tensor[i] for name, tensor in rows.items()},
                 ),
                 DecodeState(self.request[i], self.state[i], verdicts[i], self.outputs[i]),

@@ -110,16 +110,27 @@ DEVICE void route_row(const Params& p, int row) {
     warp_sync();
 }
 
+// A row that nobody wants to know the result of: experts of no rank, so that it costs no expert's bytes.
+DEVICE void route_nowhere(const Params& p, int row) {
+    for (int slot = lane_index(); slot < cfg::TOP_K; slot += WARP) {
+        global_store(p.route_ids + row * cfg::TOP_K + slot, -1);
+        global_store(p.route_weights + row * cfg::TOP_K + slot, 0.f);
+    }
+}
+
 // Routing warp: the rows this CTA routes, while the math warps work on pre_expert_proj. Other CTAs than those that own
-// the rows, where there are enough.
+// the rows, where there are enough. Rows from `live` on exist, but go to no experts.
 DEVICE void route_rows(const Params& p, uint32_t epoch) {
+    const int live = global_load(p.live);
     bool waited = false;
     for (int row = 0; row < cfg::ROW_CAP; ++row) {
         if (!owns_row(row, cfg::ROW_CAP)) continue;
-        if (row < p.rows) {
+        if (row < p.rows && row < live) {
             if (!waited) wait_counter_warp(p, protocol::Counter::ROUTER, epoch);
             waited = true;
             route_row(p, row);
+        } else if (row < p.rows) {
+            route_nowhere(p, row);
         }
         warp_sync();
         if (!cfg::SEPARATE && lane_index() == 0) add_release(counter_address(p, protocol::Counter::ROUTED), 1u);

@@ -110,8 +110,8 @@ PARAMETERS: tuple[tuple[str, str], ...] = (
     ("deadline_ns", "uint64_t"),
     # inputs of the step
     ("token_ids", "const int64_t*"), ("positions", "const int64_t*"), ("ancestors", "const uint32_t*"),
-    ("page_table", "const int32_t*"), ("length", "const int32_t*"), ("slots", "const int64_t*"),
-    ("next_page_table", "const int32_t*"), ("next_slots", "const int64_t*"),
+    ("live", "const int32_t*"), ("page_table", "const int32_t*"), ("length", "const int32_t*"),
+    ("slots", "const int64_t*"), ("next_page_table", "const int32_t*"), ("next_slots", "const int64_t*"),
     # caches of this layer and of the next
     ("key_cache", "const void*"), ("value_cache", "const void*"),
     ("next_key_cache", "void*"), ("next_value_cache", "void*"),

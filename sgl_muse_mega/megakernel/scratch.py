@@ -16,6 +16,7 @@ class StepInputs:
     token_ids: Tensor  # int64 [row_cap]
     positions: Tensor  # int64 [row_cap]
     ancestors: Tensor  # int32 [row_cap], bit j of row i: row i sees row j of the step
+    live: Tensor  # int32 [1], rows from here on are computed without experts and never kept; row_cap: there are none
     length: Tensor  # int32 [1], committed positions
     full_slots: Tensor  # int64 [row_cap], where full layers keep the rows' K and V
     sliding_slots: Tensor  # int64 [row_cap]
@@ -29,8 +30,9 @@ class StepInputs:
 
         chain = torch.tensor([(2 << row) - 1 for row in range(row_cap)], dtype=torch.int32, device=device)
         pages = [torch.zeros(max_context, dtype=torch.int32, device=device) for _ in range(2)]
+        live = torch.full((1,), row_cap, dtype=torch.int32, device=device)
         length = torch.zeros(1, dtype=torch.int32, device=device)
-        return cls(rows(), rows(), chain, length, rows(), rows(), *pages)
+        return cls(rows(), rows(), chain, live, length, rows(), rows(), *pages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,7 +203,7 @@ class Step:
         for name in ("counters", "epoch", "flags"):
             setattr(params, name, getattr(control, name).data_ptr())
         for source, names in (
-            (self.inputs, ("token_ids", "positions", "ancestors", "length")),
+            (self.inputs, ("token_ids", "positions", "ancestors", "live", "length")),
             (self.activations, Activations.__slots__),
         ):
             for name in names:
