@@ -27,7 +27,7 @@ DEVICE uint32_t begin_epoch(const Params& p) { return launch::begin_epoch(p, cfg
 DEVICE void activate(const Params& p, uint32_t epoch) {
     wait_counter_math(p, protocol::Counter::GATE_UP, epoch);
     constexpr int QUADS = cfg::INTER / 4;
-    const int first = cta_index() * cfg::MATH_THREADS + thread_index();
+    const int first = forget_on_blackwell(cta_index() * cfg::MATH_THREADS + thread_index());
     for (int i = first; i < cfg::ROW_CAP * QUADS; i += cfg::SMS * cfg::MATH_THREADS) {
         const int row = i / QUADS, column = i % QUADS * 4;
         if (row >= p.rows) {

@@ -42,7 +42,7 @@ DEVICE void run_input_side(const Params& p, uint16_t* x, const float* partial, c
                            protocol::Counter taps, protocol::Counter done, uint32_t epoch) {
     wait_counter_math(p, taps, epoch);
     constexpr int QUADS = cfg::HIDDEN / 4;
-    const int first = cta_index() * cfg::MATH_THREADS + thread_index();
+    const int first = forget_on_blackwell(cta_index() * cfg::MATH_THREADS + thread_index());
     for (int i = first; i < cfg::ROW_CAP * QUADS; i += cfg::SMS * cfg::MATH_THREADS) {
         const int row = i / QUADS, column = i % QUADS * 4;
         if (row >= p.rows) {

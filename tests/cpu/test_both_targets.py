@@ -15,8 +15,6 @@ from sgl_muse_mega.megakernel.random_step import spark_config
 
 RANKS, HEADS, VOCAB = 4, 128, 202048
 SMS = {"sm_90a": 132, "sm_103a": 148}
-SPILLING = {"sm_103a tiny draft 8", "sm_103a full draft 8", "sm_103a full draft 16"}
-"""A known fault: the draft's block kernel needs up to five registers more than there are on sm_103a."""
 
 
 def tiny_pair(sms: int) -> dict[str, Compiled]:
@@ -48,7 +46,4 @@ def test_compiles_and_passes_the_gates(name: str) -> None:
     artifact = build(instance, target)
     faults = resource_faults(instance, artifact.resources())
     faults += code_faults(instance, disassemble(artifact.path), target)
-    if name in SPILLING:
-        assert faults
-        faults = [fault for fault in faults if "draft_block_kernel" not in fault or "local memory" not in fault]
     assert faults == []

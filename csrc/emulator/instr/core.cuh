@@ -39,6 +39,12 @@ template <typename T>
 DEVICE T forget(T value) {
     return value;
 }
+template <typename T>
+DEVICE T forget_on_blackwell(T value) {
+    return value;
+}
+template <typename T>
+DEVICE void clear_on_blackwell(T&) {}
 DEVICE int population_count(uint32_t bits) { return std::popcount(bits); }
 DEVICE int lowest_bit(uint32_t bits) { return std::countr_zero(bits); }
 
