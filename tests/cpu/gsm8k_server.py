@@ -12,7 +12,9 @@ TOKENS, VERIFY, CORRECT = 13, 3, 9  # of every answer: the first token, then thr
 class FakeServer:
     """`fault` decides what goes wrong with question number `at` of each run; requests are kept in `asked`."""
 
-    def __init__(self, fault: str = "", at: int = 1, environment: dict[str, str] | None = None, **info: Any) -> None:
+    def __init__(
+        self, fault: str = "", at: int = 1, environment: dict[str, str] | None = None, port: int = 0, **info: Any
+    ) -> None:
         self.fault, self.at = fault, at
         self.info = {
             "version": "0.5.23", "speculative_algorithm": "DFLASH", "speculative_num_draft_tokens": 8,
@@ -22,7 +24,7 @@ class FakeServer:
         self.asked: list[dict[str, Any]] = []
         self.cleared = 0
         handler = type("Handler", (_Handler,), {"server_state": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -49,7 +51,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        found = {"/server_info": self.server_state.info, "/v1/models": {"data": [{"id": "spark"}]}}
+        found = {"/health": {}, "/server_info": self.server_state.info, "/v1/models": {"data": [{"id": "spark"}]}}
         self._send(found[self.path])
 
     def do_POST(self) -> None:
@@ -62,7 +64,7 @@ class _Handler(BaseHTTPRequestHandler):
         if state.broken() and state.fault == "status":
             return self._send({"error": {"message": "out of memory"}}, 500)
         native = self.path == "/generate"
-        question = body["text"] if native else body["messages"][0]["content"]
+        question = body.get("text", "") if native else body["messages"][0]["content"]
         pieces = list((_native if native else _chat)(answer_text(question), state.fault if state.broken() else ""))
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
