@@ -101,6 +101,15 @@ def measure(servers: Sequence[Server], problems: Sequence[Problem], options: arg
     return record
 
 
+def _speculation_line(server: Server, run: dict[str, Any]) -> str:
+    if not server.info.get("speculative_algorithm"):
+        return "; no speculation"
+    return (
+        f", {run['without_accept_length']} without an accept length; acceptance {run['acceptance']} "
+        f"({run['acceptance_because']})"
+    )
+
+
 def report(record: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Prints tables; the medians and spreads."""
     found: dict[str, Any] = {}
