@@ -33,8 +33,25 @@ Backend = Annotated[
 ]
 KVCacheDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="Target's KV cache: bf16 or fp8.")]
 Width = Annotated[
+    str | None,
+    typer.Option(
+        "--width",
+        help="Verify width: rows a step, one more than drafts; auto chooses it in every step.",
+        show_default="8, 1 without draft",
+    ),
+]
+Tree = Annotated[bool, typer.Option("--tree", help="Verify the best branches of the draft's lattice, not one chain.")]
+Nodes = Annotated[
     int | None,
-    typer.Option("--width", help="Verify width: rows a step, one more than drafts.", show_default="8, 1 without draft"),
+    typer.Option("--nodes", help="Most rows of a tree.", show_default="the width, 16 with --width auto"),
+]
+CostTable = Annotated[
+    Path | None,
+    typer.Option(
+        "--cost-table",
+        help='For --width auto: JSON {"1": ms, "8": ms, ...}, what a step of so many rows takes.',
+        show_default="composed from one H200 of four",
+    ),
 ]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
 TopP = Annotated[float, typer.Option("--top-p", help="Nucleus mass, above 0; 1 is off.")]
@@ -55,6 +72,9 @@ def generate(
     draft: Draft = None,
     no_draft: NoDraft = False,
     width: Width = None,
+    tree: Tree = False,
+    nodes: Nodes = None,
+    cost_table: CostTable = None,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -70,7 +90,7 @@ def generate(
     code = command.run(
         prompt,
         prompt_file,
-        _pair_options(model, draft, no_draft, backend, kv_cache_dtype, width),
+        _pair_options(model, draft, no_draft, backend, kv_cache_dtype, width, tree, nodes, cost_table),
         SamplingParams(temperature, top_p, top_k, min_p, seed),
         max_new_tokens=max_new_tokens,
         raw=raw,
@@ -90,6 +110,9 @@ def evaluate(
     draft: Draft = None,
     no_draft: NoDraft = False,
     width: Width = None,
+    tree: Tree = False,
+    nodes: Nodes = None,
+    cost_table: CostTable = None,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -104,7 +127,7 @@ def evaluate(
 
     code = command.run(
         file,
-        _pair_options(model, draft, no_draft, backend, kv_cache_dtype, width),
+        _pair_options(model, draft, no_draft, backend, kv_cache_dtype, width, tree, nodes, cost_table),
         SamplingParams(temperature, top_p, top_k, min_p, seed),
         limit=limit,
         max_new_tokens=max_new_tokens,
@@ -255,11 +278,24 @@ def main() -> None:
 
 
 def _pair_options(
-    model: Path | None, draft: Path | None, no_draft: bool, backend: str, kv_cache_dtype: str, width: int | None
+    model: Path | None,
+    draft: Path | None,
+    no_draft: bool,
+    backend: str,
+    kv_cache_dtype: str,
+    width: str | None,
+    tree: bool,
+    nodes: int | None,
+    cost_table: Path | None,
 ) -> "PairOptions":
     from sgl_muse_mega.commands.pair import PairOptions
 
-    return PairOptions(model, draft, no_draft, backend, kv_cache_dtype, width)
+    automatic = width == "auto"
+    try:
+        rows = None if width is None or automatic else int(width)
+    except ValueError:
+        raise UserError(f"The verify width is a number or auto, found {width!r}; change --width.") from None
+    return PairOptions(model, draft, no_draft, backend, kv_cache_dtype, rows, automatic, tree, nodes, cost_table)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ the expected one. Accept length is reported three ways. With C the tokens of a r
 
 C leaves out the first token, which the prefill gives; requests that ended with it took no step and are not averaged.
 Published cards count that token, so the same three averages are also given with it.
+
+What a tree or an automatic width has learnt about the draft on one problem is where it starts on the next.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +29,8 @@ from sgl_muse_mega.commands.generate import INTERRUPTED, stats_object
 from sgl_muse_mega.commands.pair import DEFAULT_WIDTH, Pair, PairOptions
 from sgl_muse_mega.commands.problems import Problem, final_number, read_problems
 from sgl_muse_mega.speculative.backend import Backend, StepBackend
-from sgl_muse_mega.speculative.generate import Stats, generate
+from sgl_muse_mega.speculative.calibration import State
+from sgl_muse_mega.speculative.generate import Generation, Stats, generate
 from sgl_muse_mega.speculative.philox import SEED_LIMIT
 from sgl_muse_mega.speculative.sampling import SamplingParams
 
@@ -61,15 +64,17 @@ def run(
 
     rows: list[dict[str, Any]] = []
     done: list[Stats] = []
+    prior: State | None = None
     interrupted = False
     with _progress() as progress:
         task = progress.add_task("", total=len(problems))
         try:
             for index, (problem, ids) in enumerate(zip(problems, prompts, strict=True)):
                 request = replace(params, seed=(params.seed + index) % SEED_LIMIT)
-                row, stats = _answer(pair, backend, problem, ids, request, max_new_tokens)
+                row, generation = _answer(pair, backend, problem, ids, request, max_new_tokens, prior)
+                prior = generation.calibration
                 rows.append(row)
-                done.append(stats)
+                done.append(generation.stats)
                 right, pooled = sum(row["right"] for row in rows), averages(done)["pooled"]
                 progress.update(task, advance=1, description=f"{right} right, accept length {pooled:.2f}")
         except KeyboardInterrupt:
@@ -86,7 +91,8 @@ def run(
         return INTERRUPTED
     if save:
         inputs = _inputs(pair, path, params, limit, max_new_tokens)
-        standard = pair.bundled and file is None and limit is None and pair.width == DEFAULT_WIDTH and params.greedy
+        chain = pair.width == DEFAULT_WIDTH and not pair.plan.learns
+        standard = pair.bundled and file is None and limit is None and chain and params.greedy
         reference = pair.backend_name == "reference" and pair.kv_cache_dtype == "bf16"
         figures = _figures(summary) if standard and reference else {}
         gpu = torch.cuda.get_device_name() if pair.backend_name == "cuda" else None
@@ -128,6 +134,7 @@ def summarise(rows: Sequence[dict[str, Any]], done: Sequence[Stats]) -> dict[str
         "answers": sum(row["right"] for row in rows) / len(rows),
         "completion_tokens": total(lambda stats: stats.completion_tokens),
         "steps": total(lambda stats: stats.steps),
+        "rows": sum(rows * n for stats in done for rows, n in stats.rows_per_step.items()),
         "accept_length": averages(done),
         "accept_length_with_first_token": averages(done, first_token=True),
         "tokens_per_second": step_tokens / step_seconds if step_seconds else 0.0,
@@ -146,7 +153,7 @@ def print_summary(console: Console, summary: dict[str, Any], asked: int) -> None
     for label, name in (("tokens / verify step", ""), ("published, first token counted", "_with_first_token")):
         table.add_row(label, *(f"{value:.2f}" for value in summary[f"accept_length{name}"].values()))
     console.print(table)
-    parts = [f"{summary['completion_tokens']} tokens, {summary['steps']} steps"]
+    parts = [f"{summary['completion_tokens']} tokens, {summary['steps']} steps, {summary['rows']:.0f} rows"]
     parts.append(f"{summary['tokens_per_second']:.1f} tokens/s in steps")
     parts.extend(f"{name} {summary[f'{name}_seconds']:.1f} s" for name in ("prefill", "draft", "verify", "host"))
     console.print(", ".join(parts))
@@ -159,7 +166,8 @@ def _answer(
     ids: list[int],
     params: SamplingParams,
     max_new_tokens: int,
-) -> tuple[dict[str, Any], Stats]:
+    prior: State | None,
+) -> tuple[dict[str, Any], Generation]:
     generation = generate(
         backend,
         ids,
@@ -167,6 +175,7 @@ def _answer(
         width=pair.width,
         max_new_tokens=max_new_tokens,
         stop_ids=pair.config.eos_token_ids,
+        plan=replace(pair.plan, prior=prior),
     )
     for _ in generation:
         pass
@@ -182,7 +191,7 @@ def _answer(
         "text": text,
         **stats_object(generation.stats),
     }
-    return row, generation.stats
+    return row, generation
 
 
 def _figures(summary: dict[str, Any]) -> dict[str, results.Figure]:
@@ -201,7 +210,9 @@ def _inputs(pair: Pair, path: Path, params: SamplingParams, limit: int | None, m
         "draft": None if pair.draft_directory is None else "bundled" if bundled else str(pair.draft_directory),
         "problems": "bundled" if path == tiny.problems_path() else str(path),
         "limit": limit,
-        "width": pair.width,
+        "width": "auto" if pair.plan.cost is not None else pair.width,
+        "nodes": pair.plan.nodes,
+        "cost_ms": None if pair.plan.cost is None else [round(float(ms), 6) for ms in pair.plan.cost[1:]],
         "max_new_tokens": max_new_tokens,
         "kv_cache_dtype": pair.kv_cache_dtype,
         "backend": pair.backend_name,

@@ -42,6 +42,7 @@ def run(
         max_new_tokens=max_new_tokens,
         stop_ids=pair.config.eos_token_ids,
         ignore_eos=ignore_eos,
+        plan=pair.plan,
     )
     stream = TextStream(pair.text)
     interrupted = False
@@ -79,6 +80,8 @@ def summary(stats: Stats, interrupted: bool) -> str:
     if stats.steps:
         seconds = stats.step_seconds
         shares = (("draft", stats.draft_seconds), ("verify", stats.verify_seconds), ("host", stats.host_seconds))
+        if len(stats.rows_per_step) > 1:
+            parts.append(f"{stats.mean_rows:.1f} rows a step")
         parts.append(f"mean accept length {stats.accept_length:.2f}")
         parts.append(f"{stats.tokens_per_second:.1f} tokens/s")
         parts.append(" ".join(f"{name} {part / seconds:.0%}" for name, part in shares))
@@ -107,6 +110,7 @@ def stats_object(stats: Stats) -> dict[str, Any]:
         "accept_length": stats.accept_length,
         "completion_per_step": stats.completion_per_step,
         "tokens_per_step": {str(n): stats.tokens_per_step[n] for n in sorted(stats.tokens_per_step)},
+        "rows_per_step": {str(n): stats.rows_per_step[n] for n in sorted(stats.rows_per_step)},
         "tokens_per_second": stats.tokens_per_second,
         "prefill_seconds": stats.prefill_seconds,
         "draft_seconds": stats.draft_seconds,

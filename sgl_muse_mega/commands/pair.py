@@ -17,6 +17,9 @@ from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.reference.backend import KV_DTYPES, MAX_ROWS, ReferenceBackend
 from sgl_muse_mega.speculative.backend import Backend, StepBackend
 from sgl_muse_mega.speculative.generate import check_max_new_tokens
+from sgl_muse_mega.speculative.rows import RowPlan
+from sgl_muse_mega.speculative.tree import MAX_NODES
+from sgl_muse_mega.speculative.width import COMPOSED_COST, interpolated, read_cost_table
 
 if TYPE_CHECKING:
     from sgl_muse_mega.megakernel.machine import Machine
@@ -39,6 +42,10 @@ class PairOptions:
     backend: str
     kv_cache_dtype: str
     width: int | None  # verify width; None is 8, or 1 without a draft
+    automatic: bool = False  # choose the rows in every step, at most the draft's block size or the tree's nodes
+    tree: bool = False
+    nodes: int | None = None  # most rows of a tree; None is the verify width, or 16 when they are chosen
+    cost_table: Path | None = None  # for `automatic`; None is the composed table of one H200 of four
 
 
 class Pair:
@@ -57,6 +64,9 @@ class Pair:
         self.width = options.width if options.width is not None else (1 if options.no_draft else DEFAULT_WIDTH)
         if not 1 <= self.width <= MAX_ROWS:
             raise UserError(f"The verify width must be between 1 and {MAX_ROWS}, found {self.width}; change --width.")
+        if options.no_draft and (options.tree or options.automatic):
+            name = "--tree" if options.tree else "--width auto"
+            raise UserError(f"{name} needs a draft; leave out --no-draft or {name}.")
         if self.width > 1 and options.no_draft:
             raise UserError(f"Verify width {self.width} needs a draft; leave out --no-draft or use --width 1.")
         self.bundled = options.model is None and options.draft is None
@@ -67,6 +77,9 @@ class Pair:
         if self.draft_directory is not None:
             self.draft_config = load_draft_config(self.draft_directory)
             check_pair(self.config, self.draft_config)
+            if options.automatic:
+                self.width = min(self.draft_config.block_size, MAX_ROWS)
+        self.plan = self._plan(options)
         self.text = Text(self.directory)
 
     def check_prompt(self, ids: list[int], name: str = "The prompt") -> None:
@@ -92,8 +105,8 @@ class Pair:
         if self.draft_directory is not None and self.draft_config is not None:
             draft_weights = load_draft(self.draft_directory, self.draft_config)
         weights = load_target(self.directory, self.config)
-        # one width more than is needed, so that the last steps are as wide as all others
-        max_context = prompt_tokens + max_new_tokens + self.width
+        # one step more than is needed, so that the last steps have as many rows as all others
+        max_context = prompt_tokens + max_new_tokens + max(self.width, self.plan.nodes or 0)
         if self.backend_name in ("cuda", "emulator"):
             from sgl_muse_mega.megakernel.decode_backend import decode_backend
 
@@ -116,6 +129,27 @@ class Pair:
             max_context=max_context,
             kv_dtype=self.kv_cache_dtype,
         )
+
+    def _plan(self, options: PairOptions) -> RowPlan:
+        if options.nodes is not None and not options.tree:
+            raise UserError(f"--nodes {options.nodes} is for trees; add --tree or leave it out.")
+        if options.cost_table is not None and not options.automatic:
+            raise UserError("--cost-table is for automatic widths; add --width auto or leave it out.")
+        nodes = None
+        if options.tree:
+            nodes = options.nodes or (MAX_NODES if options.automatic else self.width)
+        cost = None
+        if options.automatic:
+            points = read_cost_table(options.cost_table) if options.cost_table else COMPOSED_COST
+            cost = interpolated(points, nodes or self.width)
+        plan = RowPlan(nodes, cost)
+        plan.check(self.width)
+        if plan.learns and self.backend_name != "reference":
+            raise UserError(
+                f"--tree and --width auto run on the reference backend, not on {self.backend_name}; use --backend "
+                "reference, or leave them out."
+            )
+        return plan
 
     @staticmethod
     def _draft_directory(options: PairOptions) -> Path:

@@ -13,6 +13,7 @@ from sgl_muse_mega.reference.numerics import Numerics, Record
 from sgl_muse_mega.reference.selector import walk_greedy, walk_sampled
 from sgl_muse_mega.reference.target import ReferenceTarget, Rows, TargetOutput
 from sgl_muse_mega.speculative.backend import DraftBlock, check_prompt, check_rows
+from sgl_muse_mega.speculative.tree import ancestor_mask
 
 MAX_ROWS = 16
 PREFILL_ROWS = 256
@@ -20,7 +21,7 @@ KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 class ReferenceBackend:
-    """Implements `speculative.backend.Backend` on the executable specification.
+    """Implements `speculative.backend.TreeBackend` on the executable specification.
 
     The sliding layers of the target, and the draft, own pools of one window plus one prefill chunk, whose pages are
     freed as the window moves on; the full layers keep every position.
@@ -133,20 +134,40 @@ class ReferenceBackend:
         self._pending = self._forward(tokens)
         return self._pending.logits
 
+    def verify_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Tensor:
+        """Float32 logits [T, V] of rows that see their ancestors alone, at positions length + depth."""
+        self._pending = self._forward(tokens, parents=parents)
+        return self._pending.logits
+
     def commit(self, rows: int) -> None:
         """Makes the first `rows` of the last forward part of the sequence and writes their draft context."""
+        self._commit(rows, slice(rows))
+
+    def commit_path(self, rows: Sequence[int]) -> None:
+        """Makes `rows`, a path from the anchor on, part of the sequence; their K and V move together behind it."""
+        path = torch.tensor(list(rows), device=self._device)
+        before = self._length + path
+        after = self._positions(self._length, self._length + len(path))
+        for layer, cache in enumerate(self._caches):
+            table = self._full_or_sliding(layer)
+            cache.move(table.slots(before), table.slots(after))
+        self._commit(len(path), path)
+
+    def _commit(self, rows: int, which: slice | Tensor) -> None:
         assert self._pending is not None, "commit() needs a verify before it"
         end = self._length + rows
         if self._draft is not None and rows:
             self._draft_table.evict_before(end + 1 - self._draft.config.sliding_window)
             self._draft_table.reserve(end)
             positions = self._positions(self._length, end)
-            context = self._draft.context(self._pending.taps[:, :rows])
+            context = self._draft.context(self._pending.taps[:, which])
             self._draft.write_context(context, positions, self._draft_table.slots(positions), self._draft_caches)
         self._length = end
         self._pending = None
 
-    def _forward(self, tokens: Sequence[int], logit_rows: int | None = None) -> TargetOutput:
+    def _forward(
+        self, tokens: Sequence[int], logit_rows: int | None = None, parents: Sequence[int] | None = None
+    ) -> TargetOutput:
         end = self._length + len(tokens)
         check_rows(end, self._max_context)
         window = self._target.config.sliding_window
@@ -154,14 +175,19 @@ class ReferenceBackend:
         self._sliding.evict_before(start)
         for table in (self._full, self._sliding):
             table.reserve(end)
-        positions = self._positions(self._length, end)
+        places = self._positions(self._length, end)
+        positions, ancestors = places, None
+        if parents is not None:
+            ancestors = torch.from_numpy(ancestor_mask(parents)).to(self._device)
+            positions = self._length + ancestors.sum(dim=1) - 1
         rows = Rows(
             positions=positions,
-            full_slots=self._full.slots(positions),
-            sliding_slots=self._sliding.slots(positions),
+            full_slots=self._full.slots(places),
+            sliding_slots=self._sliding.slots(places),
             full_context=self._full.slots(self._positions(0, self._length)),
             sliding_context=self._sliding.slots(self._positions(start, self._length)),
             sliding_start=start,
+            ancestors=ancestors,
         )
         ids = torch.tensor(list(tokens), device=self._device)
         with torch.inference_mode():

@@ -68,6 +68,12 @@ class KVCache:
                 _BITS[buffer.element_size()]
             )
 
+    def move(self, source: Tensor, destination: Tensor) -> None:
+        """Copies the rows of the slots `source` [n] to `destination` [n], all of them read before any is written."""
+        for buffer in (self._keys, self._values):
+            bits = buffer.view(_BITS[buffer.element_size()])
+            bits[destination] = bits[source]
+
     def read(self, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """K and V of `slots` [n, kv_heads, head_dim] in `dtype`."""
         bits = _BITS[self._keys.element_size()]

@@ -67,6 +67,24 @@ class Backend(Protocol):
         """Make the first `rows` rows of the last verify part of the sequence and write their draft context."""
 
 
+@runtime_checkable
+class TreeBackend(Backend, Protocol):
+    """A backend whose verify also takes trees, and whose draft blocks have their lattice."""
+
+    def verify_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Tensor:
+        """Float32 logits [T, V] of rows that see the committed rows, themselves and their ancestors.
+
+        tokens[0] = anchor, parents[0] = -1, parents[r] < r; a row's position is length plus its depth. Row r's KV is
+        written where position length + r belongs, and is not part of the sequence until `commit_path`.
+        """
+
+    def commit_path(self, rows: Sequence[int]) -> None:
+        """Make `rows` of the last verify part of the sequence: 0, then each a child of the one before it.
+
+        Their KV moves to the places of their positions, and their draft context is written.
+        """
+
+
 class StepReport(Protocol):
     """What one whole step did."""
 

@@ -13,9 +13,10 @@ from typing import Literal, cast
 from torch import Tensor
 
 from sgl_muse_mega.errors import UserError
-from sgl_muse_mega.speculative.accept import Accepted, accept_greedy, accept_sampled
-from sgl_muse_mega.speculative.backend import Backend, StepBackend
+from sgl_muse_mega.speculative.backend import Backend, StepBackend, TreeBackend
+from sgl_muse_mega.speculative.calibration import State, updated
 from sgl_muse_mega.speculative.philox import Purpose, uniform
+from sgl_muse_mega.speculative.rows import Branches, Chain, RowPlan, anchor_alone, choose_rows
 from sgl_muse_mega.speculative.sampling import SamplingParams, argmax, draw, target_distribution
 
 FinishReason = Literal["stop", "length", "context"]
@@ -28,7 +29,7 @@ class StepEvent:
 
     step: int
     tokens: tuple[int, ...]  # those that are part of the output: after cutting at a stop token or limit
-    drafted: int  # width of the step - 1
+    drafted: int  # rows that were verified - 1
     accepted: int  # drafts the target kept, before cutting
     finish_reason: FinishReason | None
 
@@ -45,6 +46,7 @@ class Stats:
     completion_tokens: int = 0  # C: all new ids, with the first token and a final stop token
     steps: int = 0  # V: verify steps
     tokens_per_step: dict[int, int] = field(default_factory=dict)  # how many steps added how many tokens
+    rows_per_step: dict[int, int] = field(default_factory=dict)  # how many steps verified how many rows
     finish_reason: FinishReason | None = None
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0  # proposing, and writing the draft context of committed rows
@@ -63,6 +65,11 @@ class Stats:
     def completion_per_step(self) -> float:
         """C / V, the accept length of the published cards. 0 without a step."""
         return self.completion_tokens / self.steps if self.steps else 0.0
+
+    @property
+    def mean_rows(self) -> float:
+        """Mean rows that a verify step had; 0 without a step."""
+        return sum(rows * n for rows, n in self.rows_per_step.items()) / self.steps if self.steps else 0.0
 
     @property
     def step_seconds(self) -> float:
@@ -89,6 +96,7 @@ class Generation:
         width: int,
         max_new_tokens: int,
         stop_ids: frozenset[int],
+        plan: RowPlan,
     ) -> None:
         self.tokens: list[int] = []
         self.stats = Stats(prompt_tokens=len(prompt_ids))
@@ -98,7 +106,14 @@ class Generation:
         self._width = width
         self._max_new_tokens = max_new_tokens
         self._stop_ids = stop_ids
+        self._plan = plan
+        self._state = plan.first_state()
         self._uniform = partial(uniform, params.seed)
+
+    @property
+    def calibration(self) -> State:
+        """What trees and automatic widths have learnt about the draft so far; another text's plan can start with it."""
+        return self._state
 
     def __iter__(self) -> Iterator[StepEvent]:
         event = self._prefill()
@@ -130,7 +145,7 @@ class Generation:
         report = backend.next_step()
         stats.verify_seconds += time.perf_counter() - start
         tokens, reason = report.tokens, cast(FinishReason | None, report.reason)
-        self._count_step(tokens, reason)
+        self._count_step(tokens, reason, width)
         return StepEvent(stats.steps, tokens, width - 1, report.accepted, reason)
 
     def _step(self) -> StepEvent:
@@ -141,42 +156,39 @@ class Generation:
         # A step of width w adds up to w tokens, the last at position length + w. Only the context makes it narrower and
         # not max_new_tokens: a narrower last step would draw a token where a wider one accepts a draft, and a shorter
         # run of the same seed would not be the beginning of a longer one.
-        width = min(self._width, backend.max_context - 1 - backend.length)
+        room = backend.max_context - 1 - backend.length
+        width = min(self._width, room)
         anchor = self.tokens[-1]
         draft_seconds = verify_seconds = 0.0
         first = backend.length + 1  # position of the first draft
-        block = None
-        drafts: list[int] = []
+        rows: Chain | Branches = anchor_alone(anchor)
         if width > 1:
-            greedy = self._params.greedy
+            walk_greedily = self._params.greedy or self._plan.nodes is not None  # a tree has no use for the walk
             slots = range(first, first + width - 1)
-            uniforms = [] if greedy else [self._uniform(position, Purpose.DRAFT) for position in slots]
+            uniforms = [] if walk_greedily else [self._uniform(position, Purpose.DRAFT) for position in slots]
             before = time.perf_counter()
-            block = backend.draft(anchor, width, 0.0 if greedy else self._params.temperature, uniforms)
+            block = backend.draft(anchor, width, 0.0 if walk_greedily else self._params.temperature, uniforms)
             draft_seconds += time.perf_counter() - before
-            drafts = block.tokens.tolist()
+            rows = choose_rows(self._plan, self._state, anchor, block, self._params, room)
 
         before = time.perf_counter()
-        logits = backend.verify([anchor, *drafts])
+        logits = rows.verify(backend)
         verify_seconds += time.perf_counter() - before
 
-        if block is None:
-            accepted = Accepted(0, self._choose(logits[0], first))
-        elif self._params.greedy:
-            accepted = accept_greedy(logits, drafts)
-        else:
-            accepted = accept_sampled(logits, block, self._params, first, self._uniform)
-        tokens, reason = self._cut((*drafts[: accepted.drafts], accepted.token))
+        kept = rows.accept(logits, self._params, first, self._uniform)
+        if self._plan.learns:
+            self._state = updated(self._state, rows.trials(kept))
+        tokens, reason = self._cut(kept.tokens)
 
         before = time.perf_counter()
-        backend.commit(len(tokens))
+        rows.commit(backend, kept.rows[: len(tokens)])
         draft_seconds += time.perf_counter() - before
 
-        self._count_step(tokens, reason)
+        self._count_step(tokens, reason, len(rows))
         stats.draft_seconds += draft_seconds
         stats.verify_seconds += verify_seconds
         stats.host_seconds += time.perf_counter() - start - draft_seconds - verify_seconds
-        return StepEvent(stats.steps, tokens, len(drafts), accepted.drafts, reason)
+        return StepEvent(stats.steps, tokens, len(rows) - 1, len(kept.rows) - 1, reason)
 
     def _choose(self, logits: Tensor, position: int) -> int:
         """The target's own token at a position without a draft; logits float32 [V]."""
@@ -197,10 +209,11 @@ class Generation:
                 return run[:count], "context"
         return run, None
 
-    def _count_step(self, tokens: tuple[int, ...], reason: FinishReason | None) -> None:
+    def _count_step(self, tokens: tuple[int, ...], reason: FinishReason | None, rows: int) -> None:
         self._record(tokens, reason)
         self.stats.steps += 1
         self.stats.tokens_per_step[len(tokens)] = self.stats.tokens_per_step.get(len(tokens), 0) + 1
+        self.stats.rows_per_step[rows] = self.stats.rows_per_step.get(rows, 0) + 1
 
     def _record(self, tokens: tuple[int, ...], reason: FinishReason | None) -> None:
         self.tokens.extend(tokens)
@@ -223,15 +236,17 @@ def generate(
     max_new_tokens: int,
     stop_ids: Collection[int] = (),
     ignore_eos: bool = False,
+    plan: RowPlan | None = None,
 ) -> Generation:
     """Check a request and return the generation, which starts running when it is iterated.
 
     `width` is the verify width: the anchor and width - 1 drafts a step; 1 is plain decoding through the same verify. It
     need not be the draft's trained block size. Generation ends behind a token of `stop_ids` (unless `ignore_eos`),
     after `max_new_tokens`, or when prompt and output fill `backend.max_context`; near that end steps get narrower.
+    `plan` makes the rows a tree, or their number a choice of every step; by default they are a chain of `width` rows.
     Greedy output is that of plain decoding; sampled output follows the target's distribution and is a function of
-    model, prompt, parameters with seed, and width (of another width: the same distribution, not the same text).
-    Raises UserError for a prompt, width or length that does not fit the backend.
+    model, prompt, parameters with seed, width and plan (with others: the same distribution, not the same text).
+    Raises UserError for a prompt, width, length or plan that does not fit the backend.
     """
     check_max_new_tokens(max_new_tokens)
     if not prompt_ids:
@@ -251,6 +266,12 @@ def generate(
         raise UserError(f"The verify width must be between 1 and {backend.width_limit}, found {width}; change it.")
     if width > 1 and not backend.has_draft:
         raise UserError(f"Verify width {width} needs a draft and none is loaded; load one or use width 1.")
+    plan = plan or RowPlan()
+    plan.check(width)
+    if plan.learns and not isinstance(backend, TreeBackend):
+        raise UserError("This backend verifies chains of a fixed width; leave out the tree and the automatic width.")
+    if plan.nodes is not None and plan.nodes > backend.width_limit:
+        raise UserError(f"A tree of {plan.nodes} nodes is too large, {backend.width_limit} are possible; use fewer.")
     return Generation(
-        backend, prompt_ids, params, width, max_new_tokens, frozenset() if ignore_eos else frozenset(stop_ids)
+        backend, prompt_ids, params, width, max_new_tokens, frozenset() if ignore_eos else frozenset(stop_ids), plan
     )
