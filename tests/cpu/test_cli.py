@@ -232,6 +232,15 @@ def refused(result: tuple[int, str, str]) -> str:
         (["x", "--width", "0"], "between 1 and 16, found 0"),
         (["x", "--width", "17"], "between 1 and 16, found 17"),
         (["x", "--width", "4", "--no-draft"], "Verify width 4 needs a draft"),
+        (["x", "--width", "wide"], "a number or auto, found 'wide'"),
+        (["x", "--width", "auto", "--no-draft"], "--width auto needs a draft"),
+        (["x", "--width", "auto", "--backend", "emulator"], "reference backend, not on emulator"),
+        (["x", "--width", "auto", "--cost-table", "/no/such/file"], "/no/such/file cannot be read"),
+        (["x", "--cost-table", "there.json"], "--cost-table is for automatic widths"),
+        (["x", "--tree", "--no-draft"], "--tree needs a draft"),
+        (["x", "--tree", "--width", "1"], "A token tree needs drafts"),
+        (["x", "--tree", "--nodes", "17"], "between 2 and 16 nodes, found 17"),
+        (["x", "--nodes", "4"], "--nodes 4 is for trees"),
         (["x", "--temperature", "-1"], "found -1.0"),
         (["x", "--temperature", "nan"], "found nan"),
         (["x", "--top-p", "0"], "top-p must be above 0"),
@@ -331,6 +340,30 @@ def test_eval_that_is_not_the_standard_one_leaves_the_figures_alone(run: Run, tm
         "eval.accept_length",
     }
     assert not list(results.glob(".*"))
+
+
+@pytest.mark.parametrize("options", [["--tree"], ["--width", "auto"], ["--tree", "--nodes", "9", "--width", "auto"]])
+def test_trees_and_automatic_widths_leave_no_trace_in_the_text(run: Run, tmp_path: Path, options: list[str]) -> None:
+    def texts(*more: str) -> tuple[list[str], dict[str, object]]:
+        results = tmp_path / "benchmark" / "results"
+        for path in results.glob("eval-*"):
+            path.unlink()
+        code, out, _ = run("eval", "--save", "--max-new-tokens", 24, *more)
+        assert code == 0
+        assert ("No named figures" in out) == bool(more)
+        (path,) = results.glob("eval-*")
+        saved = json.loads(path.read_text())
+        assert all(sum(row["rows_per_step"].values()) == row["steps"] for row in saved["rows"])
+        return [row["text"] for row in saved["rows"]], saved["inputs"]
+
+    cost = tmp_path / "cost.json"
+    cost.write_text('{"1": 2, "16": 9}')
+    more = [*options, "--cost-table", str(cost)] if "auto" in options else options
+    (plain, inputs), (branched, chosen) = texts(), texts(*more)
+    assert plain == branched
+    assert (inputs["width"], inputs["nodes"], inputs["cost_ms"]) == (8, None, None)
+    assert chosen["nodes"] == (9 if "9" in options else 8 if "--tree" in options else None)
+    assert (chosen["width"] == "auto") == (chosen["cost_ms"] is not None) == ("auto" in options)
 
 
 def test_eval_samples_with_one_seed_per_problem(run: Run, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from sgl_muse_mega.speculative import generate as step_loop
 from sgl_muse_mega.speculative.backend import DraftBlock
 from sgl_muse_mega.speculative.generate import Generation, StepEvent, generate
 from sgl_muse_mega.speculative.philox import Purpose
+from sgl_muse_mega.speculative.rows import RowPlan
 from sgl_muse_mega.speculative.sampling import SamplingParams, target_distribution
 
 PROMPT = [1, 2, 3]
@@ -222,9 +223,16 @@ def test_zero_coins_never_leave_the_support(monkeypatch: pytest.MonkeyPatch) -> 
             assert target_distribution(backend.logits(text[:position]), params)[text[position]] > 0
 
 
-def joint_chi_square(params: SamplingParams, draft: Draft | None, width: int, draws: int = 8000) -> float:
+def joint_chi_square(
+    params: SamplingParams,
+    draft: Draft | ScriptedBackend | None,
+    width: int,
+    draws: int = 8000,
+    plan: RowPlan | None = None,
+) -> float:
     """p-value of the first three new tokens, together, over `draws` seeds against the target's joint distribution."""
-    backend = ScriptedBackend(vocab_size=4, draft=draft, scale=1.0, seed=11)
+    scripted = isinstance(draft, ScriptedBackend)
+    backend = draft if scripted else ScriptedBackend(vocab_size=4, draft=draft, scale=1.0, seed=11)
     expected = {}
     for tokens in itertools.product(range(4), repeat=3):
         probability = 1.0
@@ -234,7 +242,7 @@ def joint_chi_square(params: SamplingParams, draft: Draft | None, width: int, dr
     counts = dict.fromkeys(expected, 0)
     for seed in range(draws):
         seeded = SamplingParams(params.temperature, params.top_p, params.top_k, params.min_p, seed)
-        generation = generate(backend, PROMPT, seeded, width=width, max_new_tokens=3)
+        generation = generate(backend, PROMPT, seeded, width=width, max_new_tokens=3, plan=plan)
         for _ in generation:
             pass
         counts[tuple(generation.tokens)] += 1  # type: ignore[index]
