@@ -7,7 +7,7 @@ both. The bound was set before the first run: with 39 tests a correct kernel fai
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -81,13 +81,16 @@ class Trials:
         pages = torch.arange(CONTEXT + ROW_CAP, dtype=torch.int32, device=device)
         ancestors = torch.zeros(ROW_CAP, dtype=torch.int32, device=device)
         live = torch.full((1,), ROW_CAP, dtype=torch.int32, device=device)
+        plan = DecodeState.allocate(ROW_CAP, device)
         self.sequences = [
             (
                 StepInputs(
                     ancestors=ancestors, live=live, length=self.length[i], full_pages=pages, sliding_pages=pages,
                     **{name: tensor[i] for name, tensor in rows.items()},
                 ),
-                DecodeState(self.request[i], self.state[i], verdicts[i], self.outputs[i]),
+                replace(
+                    plan, request=self.request[i], state=self.state[i], verdicts=verdicts[i], outputs=self.outputs[i]
+                ),
             )
             for i in range(count)
         ]  # fmt: skip
@@ -99,7 +102,7 @@ class Trials:
         shared = {**rows, "length": self.length, "verdicts": verdicts, "outputs": self.outputs, "state": self.state}
         constant = {
             "request": self.request, "logits": self.logits, "greedy_ids": self.greedy_ids, "candidates": candidates,
-            "probabilities": probabilities, "pages": pages,
+            "probabilities": probabilities, "pages": pages, "live": live,
         }  # fmt: skip
         own = [m for m in self.accept.memory() if m[0].startswith("accept.")]
         self._memory = [(name, tensor, False, True) for name, tensor in shared.items()]

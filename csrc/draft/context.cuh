@@ -21,7 +21,7 @@ DEVICE void context_row(const Params& p, int row) {
     });
 }
 
-// K and V of committed row r go to the slot of position start + r.
+// K and V of the r-th committed row go to the slot of position start + r. Of a tree, p.path says which row that is.
 DEVICE void store_context(const Params& p, uint32_t epoch) {
     constexpr int UNITS = cfg::LAYERS * 2 * cfg::KV_HEADS;
     wait_counter_math(p, protocol::Counter::CONTEXT_KV, epoch);
@@ -32,7 +32,8 @@ DEVICE void store_context(const Params& p, uint32_t epoch) {
         const int row = unit / UNITS, layer = unit % UNITS / (2 * cfg::KV_HEADS), head = unit % (2 * cfg::KV_HEADS);
         const bool is_key = head < cfg::KV_HEADS;
         const int64_t slot = global_load(p.page_table + start + row);
-        heads::Values x = heads::load<ContextKv>(p.context_partial + layer * CONTEXT_PARTIAL, row, head);
+        const int source = p.nodes > 0 ? global_load(p.path + row) : row;
+        heads::Values x = heads::load<ContextKv>(p.context_partial + layer * CONTEXT_PARTIAL, source, head);
         if (is_key) {
             x = heads::norm_and_rotate(x, p.key_norm[layer], p.rope + (start + row) * cfg::HEAD_DIM);
         }

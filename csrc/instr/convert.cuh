@@ -68,4 +68,9 @@ DEVICE float exponential_base2(float value) {
     return power;
 }
 DEVICE float hyperbolic_tangent(float value) { return tanhf(value); }
+// Rounded by themselves: never joined into a fused multiply-add, which would give other bits.
+DEVICE float rounded_sum(float a, float b) { return __fadd_rn(a, b); }
+DEVICE float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+DEVICE float rounded_quotient(float a, float b) { return __fdiv_rn(a, b); }
+DEVICE float round_down(float value) { return floorf(value); }
 DEVICE float infinity() { return __int_as_float(0x7f800000); }

@@ -1,7 +1,7 @@
 // The accept launch: SHARES CTAs judge each row, then CTA 0 commits the rows and writes the next step's inputs.
 #pragma once
-#include "launch.cuh"
-#include "verdict.cuh"
+#include "compact.cuh"
+#include "path.cuh"
 
 namespace accept {
 
@@ -15,6 +15,7 @@ struct Run {
     int count;      // tokens of the step, cut behind the one that ends the text
     int64_t token;  // of this lane's row, if the row is below `count`
     Reason reason;
+    int kept;  // lane i: the row that is the i-th of those that the target kept, the anchor first; -1 behind them
 };
 
 DEVICE bool is_stop(const Params& p, int64_t token) {
@@ -25,7 +26,7 @@ DEVICE bool is_stop(const Params& p, int64_t token) {
     return found;
 }
 
-DEVICE verdict::Verdict verdict_of(const Params& p, int row) {
+DEVICE verdict::Verdict verdict_of(const Params& p, int row, int rows) {
     if (!request::greedy(p)) {
         return {global_load(p.verdicts + 2 * row), global_load(p.verdicts + 2 * row + 1)};
     }
@@ -33,18 +34,25 @@ DEVICE verdict::Verdict verdict_of(const Params& p, int row) {
     if (best < 0 || best >= cfg::VOCAB) return {verdict::BROKEN, 0};
     const float top = global_load(p.logits + static_cast<int64_t>(row) * cfg::VOCAB + best);
     if (!(top < infinity() && top > -infinity())) return {verdict::BROKEN, 0};
-    const bool kept = row + 1 < p.rows && global_load(p.token_ids + row + 1) == best;
+    const bool kept = p.nodes == 0 && row + 1 < rows && global_load(p.token_ids + row + 1) == best;
     return {kept ? verdict::ACCEPTED : verdict::REJECTED, best};
 }
 
 // One warp, lane = row.
 DEVICE Run settle(const Params& p, int length) {
-    const int row = lane_index();
+    const int row = lane_index(), rows = verdict::counted(p);
     verdict::Verdict mine{verdict::REJECTED, 0};
-    if (row < p.rows) mine = verdict_of(p, row);
-    const int last = mass::first_lane(mine.kind != verdict::ACCEPTED);
+    if (row < rows) mine = verdict_of(p, row, rows);
+    int last = mass::first_lane(mine.kind != verdict::ACCEPTED), kept = row <= last ? row : -1;
+    if (p.nodes > 0) {  // from here on the i-th kept row stands in lane i
+        kept = path::follow(p, rows, mine);
+        last = mass::first_lane(kept < 0) - 1;
+        const int from = kept < 0 ? 0 : kept;
+        mine = {static_cast<int64_t>(mass::shuffle_wide(static_cast<uint64_t>(mine.kind), from)),
+                static_cast<int64_t>(mass::shuffle_wide(static_cast<uint64_t>(mine.token), from))};
+    }
     if (mass::shuffle_wide(static_cast<uint64_t>(mine.kind), last) == static_cast<uint64_t>(verdict::BROKEN)) {
-        return {0, 0, 0, Reason::BROKEN_LOGITS};
+        return {0, 0, 0, Reason::BROKEN_LOGITS, -1};
     }
     const int64_t emitted = global_load(p.state + protocol::EMITTED);
     const int64_t room = request::word(p, Request::MAX_CONTEXT) - length - 1;
@@ -56,7 +64,7 @@ DEVICE Run settle(const Params& p, int length) {
     const int end = mass::first_lane(row <= last && reason != Reason::NONE);
     const int final_row = end < WARP ? end : last;
     const auto ended = static_cast<Reason>(mass::shuffle_wide(static_cast<uint64_t>(reason), final_row));
-    return {last, final_row + 1, mine.token, ended};
+    return {last, final_row + 1, mine.token, ended, kept};
 }
 
 // Anchor, positions and slots of the step after this one.
@@ -83,6 +91,7 @@ DEVICE void report(const Params& p, const Run& run, int64_t step, int length) {
     if (lane_index() != 0) return;
     write(Output::COUNT, run.count);
     write(Output::ACCEPTED, run.drafts);
+    write(Output::ROWS, verdict::counted(p));
     write(Output::REASON, static_cast<int64_t>(run.reason));
     write(Output::LENGTH, length + run.count);
     write(Output::STEP, step);  // the host reads the others once it sees this one
@@ -93,7 +102,7 @@ DEVICE void commit(const Params& p) {
     const int length = global_load(p.length);
     const int64_t step = global_load(p.state + protocol::STEPS) + 1;
     const auto before = static_cast<Reason>(global_load(p.state + protocol::REASON));
-    Run run{0, 0, 0, before};
+    Run run{0, 0, 0, before, -1};
     if (before == Reason::NONE) run = settle(p, length);
     const int64_t emitted = global_load(p.state + protocol::EMITTED) + run.count;
     warp_sync();
@@ -106,13 +115,15 @@ DEVICE void commit(const Params& p) {
         global_store(p.state + protocol::COMMITTED, static_cast<int64_t>(run.count));
     }
     report(p, run, step, length);
+    if (p.nodes > 0 && lane_index() < run.count) global_store(p.path + lane_index(), run.kept);
+    if ((p.nodes > 0 || p.costs != nullptr) && run.count > 0) path::learn(p, verdict::counted(p), run.kept);
 }
 
 DEVICE void run(const Params& p) {
     launch::open();
     const uint32_t epoch = launch::begin_epoch(p, cfg::THREADS);
     mass::Team team(p, epoch);
-    if (team.row < p.rows && !request::greedy(p)) {
+    if (team.row < verdict::counted(p) && !request::greedy(p)) {
         const verdict::Verdict mine = verdict::judge(p, team);
         if (team.leads() && thread_index() == 0) {
             global_store(p.verdicts + 2 * team.row, static_cast<int64_t>(mine.kind));

@@ -3,6 +3,7 @@
 #pragma once
 #include "draft/block.cuh"
 #include "selector.cuh"
+#include "tree.cuh"
 
 namespace draft {
 
@@ -39,7 +40,12 @@ DEVICE void head(const Params& p) {
         [&](int slot) { selector::score_pairs(p, slot); }, [](int) {});
     if (cta_index() != 0) return;
     wait_counter_math(p, Counter::LATTICE, epoch);
-    if (warp_index() == 0) selector::walk(p);
+    if (p.nodes > 0) {
+        tree::plan(p);
+    } else if (warp_index() == 0) {
+        selector::walk(p);
+        if (p.costs != nullptr) width::choose_chain(p);
+    }
     launch::end_epoch(p, epoch);
 }
 

@@ -13,6 +13,12 @@ struct Verdict {
     int64_t kind, token;
 };
 
+// Rows of the launch that count.
+DEVICE int counted(const Params& p) {
+    const int live = global_load(p.live);
+    return live < p.rows ? live : p.rows;
+}
+
 // Which ids the request's filters leave, in the order top-k, top-p, min-p.
 DEVICE filter::Prefix choose_prefix(const Params& p, mass::Team& team, const mass::Row& row) {
     filter::Prefix prefix;
@@ -112,9 +118,10 @@ DEVICE Verdict judge(const Params& p, mass::Team& team) {
     if (!team.leads()) return {REJECTED, 0};
     mass::fetch_segments(team);
 
-    const uint64_t seed = request::seed(p), position = static_cast<uint64_t>(global_load(p.length)) + 1u + slot;
+    const int depth = p.nodes > 0 ? global_load(p.depths + slot) : slot;
+    const uint64_t seed = request::seed(p), position = static_cast<uint64_t>(global_load(p.length)) + 1u + depth;
     const uint32_t draw = philox::bits(seed, position, philox::SAMPLE);
-    if (slot + 1 == p.rows) {
+    if (p.nodes > 0 || slot + 1 >= counted(p)) {  // a tree's rows leave it to the draw
         return {REJECTED, mass::locate(row, mass::fraction(draw, total),
                                        [&](int id, float z) { return prefix.weight(row, id, z); })};
     }

@@ -16,7 +16,7 @@ class AcceptInstance:
     """`shares` CTAs per row."""
 
     source: ClassVar[str] = "accept.cu"
-    kernels: ClassVar[tuple[str, ...]] = ("accept_kernel",)
+    kernels: ClassVar[tuple[str, ...]] = ("accept_kernel", "compact_kernel")
 
     vocab: int
     selector_k: int  # 1 without a draft

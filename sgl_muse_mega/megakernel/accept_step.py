@@ -1,5 +1,6 @@
 """The accept launch over the buffers of a verify step."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
@@ -50,15 +51,45 @@ class AcceptStep:
         self.row_counters = as_int32(words).to(machine.device)
         self.row_sums = torch.zeros(row_cap, 2, self.instance.shares, 4, dtype=torch.int64, device=machine.device)
         self.segment_sums = torch.zeros(row_cap, self.instance.segments, dtype=torch.int64, device=machine.device)
+        self.cache_lines = torch.zeros(0, 3, dtype=torch.int64, device=machine.device)
+        self._line_bytes = 0
 
-    def launch(self, rows: int) -> None:
-        """Enqueues the verdict on the first `rows` rows."""
+    def use_caches(self, caches: Sequence[tuple[Tensor, Tensor]], full: Sequence[bool]) -> None:
+        """Binds the target's (keys, values) per layer, in which trees need their rows moved; `full`: which layers have
+        full attention."""
+        pages = {True: self.inputs.full_pages, False: self.inputs.sliding_pages}
+        lines = [
+            [keys.data_ptr(), values.data_ptr(), pages[layer].data_ptr()]
+            for (keys, values), layer in zip(caches, full, strict=True)
+        ]
+        self.cache_lines = torch.tensor(lines, dtype=torch.int64, device=self.machine.device)
+        self._line_bytes = caches[0][0][0].numel() * caches[0][0].element_size()
+
+    def launch_compact(self) -> None:
+        """Enqueues the move of a tree's kept rows to where a chain would have left them."""
+        params = DraftParams()
+        for name in ("state", "path"):
+            setattr(params, name, getattr(self.state, name).data_ptr())
+        params.cache_lines, params.cache_layers = self.cache_lines.data_ptr(), len(self.cache_lines)
+        params.line_bytes, params.launch = self._line_bytes, ACCEPT_LAUNCH + 1
+        self.module.launch("compact_kernel", params)
+
+    def launch(self, rows: int, *, nodes: int = 0, auto: bool = False) -> None:
+        """Enqueues the verdict on the first `rows` rows, which are a tree if there are nodes; auto: their number was
+        chosen."""
         params = DraftParams()
         params.counters, params.epoch = self.control.counters.data_ptr(), self.control.epoch.data_ptr()
-        for name in ("token_ids", "positions", "length", "full_slots", "sliding_slots", "full_pages", "sliding_pages"):
+        for name in (
+            "token_ids", "positions", "live", "length", "full_slots", "sliding_slots", "full_pages", "sliding_pages",
+        ):  # fmt: skip
             setattr(params, name, getattr(self.inputs, name).data_ptr())
-        for name in ("request", "state", "verdicts", "outputs"):
+        for name in (
+            "request", "state", "verdicts", "outputs", "parents", "depths", "conditionals", "path", "calibration",
+        ):  # fmt: skip
             setattr(params, name, getattr(self.state, name).data_ptr())
+        if auto:
+            params.costs = self.state.costs.data_ptr()
+        params.nodes = nodes
         params.logits, params.greedy_ids = self._logits.data_ptr(), self._greedy_ids.data_ptr()
         if self._draft:
             params.candidates = self._draft.candidates.data_ptr()
@@ -74,4 +105,6 @@ class AcceptStep:
         """What `Machine.declare` wants to know of this object's own memory."""
         found = [(f"accept.{f.name}", getattr(self.control, f.name), False, True) for f in fields(self.control)]
         found += [(f"accept.{n}", getattr(self, n), False, True) for n in ("row_counters", "row_sums", "segment_sums")]
+        if len(self.cache_lines):
+            found.append(("accept.cache_lines", self.cache_lines, True, True))
         return found + [(f"state.{f.name}", getattr(self.state, f.name), False, True) for f in fields(self.state)]

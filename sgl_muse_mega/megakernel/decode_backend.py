@@ -99,4 +99,5 @@ def assemble(
         machine, step.inputs, step.activations.logits, step.activations.greedy_ids, state,
         draft.activations if draft else None, softcap=target_config.final_logit_softcapping, progress=progress,
     )  # fmt: skip
+    accept.use_caches(target_caches, [target_config.is_full(index) for index in range(len(weights.layers))])
     return DecodeLoop(DecodeStep(step, draft, accept, state), target_caches, max_context)

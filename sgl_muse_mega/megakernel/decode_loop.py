@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,7 +10,9 @@ from torch import Tensor
 from sgl_muse_mega.megakernel.decode_request import Report, read_report, request_words
 from sgl_muse_mega.megakernel.decode_step import DecodeStep
 from sgl_muse_mega.speculative.backend import check_prompt
+from sgl_muse_mega.speculative.calibration import State
 from sgl_muse_mega.speculative.sampling import SamplingParams
+from sgl_muse_mega.speculative.width import CostTable
 
 AHEAD = 2
 """Steps in flight: while one runs, the next is already enqueued, and the host reads the one before."""
@@ -29,7 +32,7 @@ class DecodeLoop:
         self.mark: Callable[[bool], None] | None = None  # called before (True) and after each step is enqueued
         self._machine = decode.step.machine
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
-        self._width = 1
+        self._width, self._nodes, self._auto = 1, 0, False
         self._launched = self._read = 0
 
     def prefill(self, ids: Sequence[int]) -> Tensor:
@@ -50,13 +53,26 @@ class DecodeLoop:
         return self.decode.step.activations.logits[len(chunk) - 1].cpu().clone()
 
     def begin(
-        self, anchor: int, params: SamplingParams, *, width: int, max_new_tokens: int, stop_ids: Collection[int]
+        self,
+        anchor: int,
+        params: SamplingParams,
+        *,
+        width: int,
+        max_new_tokens: int,
+        stop_ids: Collection[int],
+        nodes: int = 0,
+        cost: CostTable | None = None,
+        prior: State | None = None,
     ) -> None:
-        """Decoding starts behind `anchor`, the first new token; steps have `width` rows where the context allows it."""
+        """Decoding starts behind `anchor`, the first new token; steps have `width` rows where the context allows it.
+
+        nodes: rows of a tree of this width, if it is not 0. cost: float32 [rows + 1], of steps that choose how many of
+        their rows to verify. prior: what the calibration of this choice, and of the tree's, starts from.
+        """
         words = request_words(params, max_new_tokens=max_new_tokens, max_context=self.max_context, stop_ids=stop_ids)
         self._drain()
-        self.decode.begin(anchor, self.length, words)
-        self._width = width
+        self.decode.begin(anchor, self.length, words, costs=cost, prior=prior)
+        self._width, self._nodes, self._auto = width, nodes, cost is not None
         self._launched = self._read = 0
 
     def next_step(self) -> Report:
@@ -73,7 +89,7 @@ class DecodeLoop:
                 break
             if self.mark:
                 self.mark(True)
-            self.replay("step", width, self.decode.launch)
+            self._replay_step(width)
             if self.mark:
                 self.mark(False)
             self._launched += 1
@@ -81,6 +97,11 @@ class DecodeLoop:
         self._read += 1
         self.length = report.length
         return report
+
+    def _replay_step(self, width: int) -> None:
+        nodes, auto = self._nodes, self._auto
+        kind = f"tree of {nodes}" if nodes else "step"
+        self.replay(f"automatic {kind}" if auto else kind, width, partial(self.decode.launch, nodes=nodes, auto=auto))
 
     def _wait(self, step: int) -> Report:
         if self._machine.device.type != "cuda":

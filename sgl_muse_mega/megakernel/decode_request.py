@@ -53,6 +53,7 @@ class Report:
     accepted: int
     reason: str | None
     length: int  # committed rows after it
+    rows: int  # rows that were verified for their own sake
 
 
 def read_report(state: DecodeState, step: int) -> Report | None:
@@ -64,7 +65,8 @@ def read_report(state: DecodeState, step: int) -> Report | None:
     if int(words[OUTPUT.index("STEP")]) != step:
         return None
     values = words.tolist()
-    count, accepted, reason, length = (values[OUTPUT.index(n)] for n in ("COUNT", "ACCEPTED", "REASON", "LENGTH"))
+    names = ("COUNT", "ACCEPTED", "REASON", "LENGTH", "ROWS")
+    count, accepted, reason, length, rows = (values[OUTPUT.index(name)] for name in names)
     name = REASONS[reason]
     if name == "BROKEN_LOGITS":
         raise UserError(
@@ -72,4 +74,4 @@ def read_report(state: DecodeState, step: int) -> Report | None:
             "the weights or the kernels that ran them are broken."
         )
     tokens = tuple(values[len(OUTPUT) : len(OUTPUT) + count])
-    return Report(step, tokens, accepted, None if name == "NONE" else name.lower(), length)
+    return Report(step, tokens, accepted, None if name == "NONE" else name.lower(), length, rows)

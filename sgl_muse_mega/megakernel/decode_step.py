@@ -11,27 +11,38 @@ from sgl_muse_mega.megakernel.accept_step import AcceptStep
 from sgl_muse_mega.megakernel.decode_request import Words, state_words
 from sgl_muse_mega.megakernel.draft_scratch import DecodeState
 from sgl_muse_mega.megakernel.draft_step import DraftStep
+from sgl_muse_mega.megakernel.scratch import chain_ancestors
 from sgl_muse_mega.megakernel.step import Step
+from sgl_muse_mega.speculative.calibration import State, default_prior
+from sgl_muse_mega.speculative.width import CostTable
 
 
 class DecodeStep:
     """A step of width w: w - 1 drafts after the anchor, w rows verified, 1 to w tokens committed.
 
+    With nodes, a tree of so many rows is verified instead, of which a path of up to w tokens is committed. An automatic
+    step verifies as many of the rows as pay, by the costs and the calibration in `state`.
+
     `step` is the target's; `draft` shares its inputs and taps. Every buffer stays where it is, so `launch` can be
-    captured into a graph, one per width.
+    captured into a graph, one per width and kind.
     """
 
     def __init__(self, step: Step, draft: DraftStep | None, accept: AcceptStep, state: DecodeState) -> None:
         self.step, self.draft, self.accept, self.state = step, draft, accept, state
 
-    def launch(self, width: int) -> None:
-        """Enqueues one step."""
+    def launch(self, width: int, *, nodes: int = 0, auto: bool = False) -> None:
+        """Enqueues one step; of width 1 it is the anchor's alone, whatever the others say."""
+        if self.draft is None or width == 1:
+            nodes, auto = 0, False
+        rows = nodes or width
         if self.draft and width > 1:
-            self.draft.launch(width)
-        self._verify(width)
-        self.accept.launch(width)
+            self.draft.launch(width, nodes=nodes, auto=auto)
+        self._verify(rows)
+        self.accept.launch(rows, nodes=nodes, auto=auto)
+        if nodes:
+            self.accept.launch_compact()
         if self.draft:
-            self.draft.launch_context(width)
+            self.draft.launch_context(rows, nodes=nodes)
 
     def launch_prompt(self, rows: int) -> None:
         """Enqueues `rows` prompt rows: the target's K, V and logits, and the draft's context."""
@@ -56,6 +67,8 @@ class DecodeStep:
         """Makes `tokens` the next rows, at positions length .. ; the draft context of all of them will be written."""
         inputs, device = self.step.inputs, self.step.machine.device
         row_cap = len(inputs.token_ids)
+        inputs.ancestors.copy_(chain_ancestors(row_cap))
+        inputs.live.fill_(row_cap)
         positions = torch.arange(length, length + row_cap, device=device)
         inputs.token_ids[: len(tokens)].copy_(torch.tensor(list(tokens)))
         inputs.positions.copy_(positions)
@@ -64,9 +77,17 @@ class DecodeStep:
         inputs.length.fill_(length)
         self.state.state.copy_(torch.tensor(state_words(start=length, committed=len(tokens))))
 
-    def begin(self, anchor: int, length: int, request: Words) -> None:
-        """Makes the next step the first of a sequence whose first new token, the anchor, is known."""
+    def begin(
+        self, anchor: int, length: int, request: Words, *, costs: CostTable | None = None, prior: State | None = None
+    ) -> None:
+        """Makes the next step the first of a sequence whose first new token, the anchor, is known.
+
+        costs: float32 [row_cap + 1], for automatic steps; prior: what the calibration starts from.
+        """
         self.seek([anchor], length)
+        self.state.calibration.copy_(torch.from_numpy(default_prior() if prior is None else prior))
+        if costs is not None:
+            self.state.costs[: len(costs)].copy_(torch.from_numpy(costs))
         self.state.request.copy_(torch.tensor(request))
         self.state.state.copy_(torch.tensor(state_words(emitted=1)))
         self.state.outputs.zero_()

@@ -76,7 +76,7 @@ MAX_STOPS = 16  # stop ids follow the words above
 STATE: tuple[str, ...] = ("STEPS", "EMITTED", "REASON", "CONTEXT_START", "COMMITTED")
 
 # Words of an output slot, int64, followed by the step's tokens. STEP is written last.
-OUTPUT: tuple[str, ...] = ("STEP", "COUNT", "ACCEPTED", "REASON", "LENGTH")
+OUTPUT: tuple[str, ...] = ("STEP", "COUNT", "ACCEPTED", "REASON", "LENGTH", "ROWS")
 OUTPUT_SLOTS = 2
 OUTPUT_WORDS = 32
 
@@ -121,8 +121,13 @@ PARAMETERS: tuple[tuple[str, str, int], ...] = tuple(
         ("sliding_slots", "int64_t*"), ("full_pages", "const int32_t*"), ("sliding_pages", "const int32_t*"),
         ("verdicts", "int64_t*"), ("outputs", "uint64_t*"), ("row_counters", "uint32_t*"), ("row_sums", "uint64_t*"),
         ("segment_sums", "uint64_t*"), ("trace", "uint64_t*"),
+        # trees and chosen widths (step_plan.py); cache_lines: [target's layers, keys, values and page table]
+        ("ancestors", "uint32_t*"), ("live", "int32_t*"), ("parents", "int32_t*"), ("depths", "int32_t*"),
+        ("conditionals", "float*"), ("path", "int32_t*"), ("calibration", "int32_t*"), ("costs", "const float*"),
+        ("cache_lines", "const uint64_t*"),
         # numbers
-        ("rows", "int32_t"), ("rank", "int32_t"), ("launch", "int32_t"),
+        ("rows", "int32_t"), ("rank", "int32_t"), ("launch", "int32_t"), ("nodes", "int32_t"),
+        ("line_bytes", "int32_t"), ("cache_layers", "int32_t"),
     )
 )  # fmt: skip
 

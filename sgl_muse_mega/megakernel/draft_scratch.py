@@ -8,6 +8,7 @@ from torch import Tensor
 from sgl_muse_mega.megakernel import draft_protocol, protocol
 from sgl_muse_mega.megakernel.draft_instance import DraftInstance
 from sgl_muse_mega.megakernel.protocol import HandOff
+from sgl_muse_mega.speculative.calibration import default_prior
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,20 +124,37 @@ def as_int32(words: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class DecodeState:
-    """What a sequence asks for, where it stands, and what its steps report; words are named in `draft_protocol`."""
+    """What a sequence asks for, where it stands, what its steps plan, and what they report; words are named in
+    `draft_protocol`, the plan in `speculative.tree`."""
 
     request: Tensor  # int64 [request words + MAX_STOPS], read by the steps
     state: Tensor  # int64 [state words]
     verdicts: Tensor  # int64 [row_cap, 2]: whether the draft after the row is kept, and the token if it is not
     outputs: Tensor  # int64 [OUTPUT_SLOTS, OUTPUT_WORDS] in host memory; step n writes slot n % OUTPUT_SLOTS
+    parents: Tensor  # int32 [row_cap], a tree's; -1 for the anchor
+    depths: Tensor  # int32 [row_cap], a tree's
+    conditionals: Tensor  # f32 [row_cap]: q of a tree's row behind its parent, of a chain's row its slot's largest q
+    path: Tensor  # int32 [row_cap]: the tree's rows that the last step committed
+    calibration: Tensor  # int32 [groups, bins, 2] of `speculative.calibration`
+    costs: Tensor  # f32 [row_cap + 1]: ms of a step by the rows that count
 
     @classmethod
     def allocate(cls, row_cap: int, device: torch.device) -> "DecodeState":
         p = draft_protocol
         host = torch.zeros(p.OUTPUT_SLOTS, p.OUTPUT_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+        def words(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
         return cls(
-            torch.zeros(len(p.REQUEST) + p.MAX_STOPS, dtype=torch.int64, device=device),
-            torch.zeros(len(p.STATE), dtype=torch.int64, device=device),
-            torch.zeros(row_cap, 2, dtype=torch.int64, device=device),
+            words(len(p.REQUEST) + p.MAX_STOPS, dtype=torch.int64),
+            words(len(p.STATE), dtype=torch.int64),
+            words(row_cap, 2, dtype=torch.int64),
             host,
+            words(row_cap),
+            words(row_cap),
+            words(row_cap, dtype=torch.float32),
+            words(row_cap),
+            torch.from_numpy(default_prior()).to(device),
+            words(row_cap + 1, dtype=torch.float32),
         )

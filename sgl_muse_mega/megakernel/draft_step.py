@@ -82,10 +82,11 @@ class DraftStep:
         check(pairs, self.machine.device, "the draft's cache")
         self.caches = caches
 
-    def launch(self, rows: int) -> None:
-        """Enqueues the proposal of rows - 1 tokens."""
+    def launch(self, rows: int, *, nodes: int = 0, auto: bool = False) -> None:
+        """Enqueues the proposal of rows - 1 tokens, or of a tree of `nodes` rows that deep; auto: and of how many rows
+        count."""
         self.launch_block(rows)
-        self.launch_head(rows)
+        self.launch_head(rows, nodes=nodes, auto=auto)
 
     def launch_block(self, rows: int) -> None:
         """B1-B11 of all layers, from the embedding to the final norm's rows."""
@@ -103,10 +104,16 @@ class DraftStep:
         params.mask_embedding = self.weights.mask_embedding.data_ptr()
         self.module.launch("draft_block_kernel", params)
 
-    def launch_head(self, rows: int) -> None:
-        """Candidates, lattice and walk of the rows after the anchor."""
+    def launch_head(self, rows: int, *, nodes: int = 0, auto: bool = False) -> None:
+        """Candidates, lattice, and walk or tree of the rows after the anchor."""
         params = self._params("draft_head_kernel", rows, 1)
-        params.rows = rows - 1
+        params.rows, params.nodes = rows - 1, nodes
+        for name in ("ancestors", "live"):
+            setattr(params, name, getattr(self.inputs, name).data_ptr())
+        for name in ("parents", "depths", "conditionals", "calibration"):
+            setattr(params, name, getattr(self.state, name).data_ptr())
+        if auto:
+            params.costs = self.state.costs.data_ptr()
         for name in ("hidden_projection", "lm_head", "predecessors", "successors"):
             setattr(params, name, getattr(self.weights, name).data_ptr())
         self.module.launch("draft_head_kernel", params)
@@ -120,9 +127,11 @@ class DraftStep:
             setattr(params, name, getattr(step.activations, name).data_ptr())
         self.module.launch("verify_head_kernel", params)
 
-    def launch_context(self, rows: int) -> None:
-        """K and V of the state's committed rows among the first `rows` rows of the taps."""
+    def launch_context(self, rows: int, *, nodes: int = 0) -> None:
+        """K and V of the state's committed rows among the first `rows` rows of the taps, which are a tree's if there
+        are nodes."""
         params = self._params("draft_context_kernel", rows, 2)
+        params.nodes, params.path = nodes, self.state.path.data_ptr()
         c = self.config
         params.fusion, params.hidden_norm = self.weights.fusion.data_ptr(), self.weights.hidden_norm.data_ptr()
         params.taps = self.taps.data_ptr()

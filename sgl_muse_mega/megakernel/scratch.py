@@ -9,6 +9,11 @@ from sgl_muse_mega.megakernel import protocol
 from sgl_muse_mega.megakernel.instance import Instance
 
 
+def chain_ancestors(rows: int) -> Tensor:
+    """`StepInputs.ancestors` of rows that follow each other."""
+    return torch.tensor([(2 << row) - 1 for row in range(rows)], dtype=torch.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """What a replayed step reads anew each time. T <= row_cap rows; key index i < length is position i."""
@@ -28,7 +33,7 @@ class StepInputs:
         def rows(dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(row_cap, dtype=dtype, device=device)
 
-        chain = torch.tensor([(2 << row) - 1 for row in range(row_cap)], dtype=torch.int32, device=device)
+        chain = chain_ancestors(row_cap).to(device)
         pages = [torch.zeros(max_context, dtype=torch.int32, device=device) for _ in range(2)]
         live = torch.full((1,), row_cap, dtype=torch.int32, device=device)
         length = torch.zeros(1, dtype=torch.int32, device=device)

@@ -64,4 +64,15 @@ DEVICE float reciprocal_root(float value) { return 1.f / std::sqrt(value); }
 DEVICE float exponential(float value) { return std::exp(value); }
 DEVICE float exponential_base2(float value) { return std::exp2(value); }
 DEVICE float hyperbolic_tangent(float value) { return std::tanh(value); }
+// The compiler joins no operation with one whose operand it has to fetch from memory anew.
+DEVICE float rounded_sum(float a, float b) {
+    volatile float sum = a + b;
+    return sum;
+}
+DEVICE float rounded_product(float a, float b) {
+    volatile float product = a * b;
+    return product;
+}
+DEVICE float rounded_quotient(float a, float b) { return a / b; }
+DEVICE float round_down(float value) { return std::floor(value); }
 DEVICE float infinity() { return std::numeric_limits<float>::infinity(); }
