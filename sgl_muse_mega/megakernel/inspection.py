@@ -35,9 +35,12 @@ LOCAL_MEMORY = re.compile(r"(LDL|STL)\b")
 LOOP_OVER_LANES = re.compile(r"BRA\.U\.ANY")
 _LOOP_END = 4  # instructions from an access in a loop over the lanes to the end of the loop
 
-_HAND_OFF = {
+_LAUNCH = {
     "griddepcontrol.wait": WAIT_FOR_PREVIOUS_LAUNCH,
     "griddepcontrol.launch_dependents": ALLOW_NEXT_LAUNCH,
+}
+_HAND_OFF = {
+    **_LAUNCH,
     "releasing add": RELEASING_ADD,
     "acquiring load": ACQUIRING_LOAD,
 }
@@ -63,6 +66,7 @@ EXPECTED: Mapping[str, Mapping[str, re.Pattern[str]]] = {
     "verify_head_kernel": _STREAMING,
     "draft_context_kernel": _STREAMING,
     "accept_kernel": {**_HAND_OFF, **_WIDE},  # no weights
+    "compact_kernel": _LAUNCH,  # its addresses come from memory, so its loads are generic
 }
 
 
