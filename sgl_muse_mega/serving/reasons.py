@@ -32,7 +32,9 @@ def config_disable_reasons(cfg: Any, hf_config: Any) -> list[str]:
             _chip,
             _tools,
             _model,
+            _ranks,
             _experts,
+            _loading,
             _speculation,
             _attention,
             _cache,
@@ -73,11 +75,13 @@ def _tools(cfg: Any, hf_config: Any) -> Iterator[str]:
             f"the kernels are compiled at the first start and nvcc was not found ({nvcc.source}); install the CUDA "
             "toolkit 13 or `pip install nvidia-cuda-nvcc`, or set CUDA_HOME"
         )
+    elif toolchain.find_host_compiler() is None:
+        yield "nvcc needs a C++ compiler and there is none; install g++"
     if not _has_bindings():
         yield "cuda-bindings is not installed, which launches the kernels; run pip install 'sgl-muse-mega[cuda]'"
     folder = toolchain.cache_directory()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not os.access(existing, os.W_OK):
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
         yield f"the kernel cache {folder} cannot be written; set SGL_MUSE_MEGA_CACHE to a folder of yours"
 
 
@@ -93,9 +97,42 @@ def _model(cfg: Any, hf_config: Any) -> Iterator[str]:
         yield _clause(error)
 
 
-def check_sizes(config: TargetConfig) -> None:
-    """Raises UserError when the kernels cannot be built for these sizes."""
-    Instance.for_config(config, nvfp4=True, fp8_cache=True, row_cap=MAX_ROWS, sms=_HOPPER_SMS)
+def check_sizes(config: TargetConfig, ranks: int = 1) -> None:
+    """Raises UserError when the kernels cannot be built for one of `ranks` ranks of these sizes."""
+    Instance.for_config(config, nvfp4=True, fp8_cache=True, row_cap=MAX_ROWS, sms=_HOPPER_SMS, ranks=ranks)
+
+
+def _ranks(cfg: Any, hf_config: Any) -> Iterator[str]:
+    ranks = cfg.tp_size
+    if ranks == 1:
+        return
+    if not switches.experimental_tp():
+        yield (
+            f"--tp-size is {ranks} and the plugin serves one GPU: its exchange between GPUs has never run on hardware; "
+            f"set {switches.EXPERIMENTAL_TP}=1 to try it, and check the text against SGLang's own"
+        )
+        return
+    if switches.step() == "full" and cfg.speculative_algorithm is not None:
+        yield f"{switches.STEP}=full runs on one GPU and --tp-size is {ranks}; set {switches.STEP}=target"
+    if cfg.enable_layernorm_sp:
+        yield "--enable-layernorm-sp splits tokens among the GPUs, which the kernels do not; leave it out"
+    if next(_model(cfg, hf_config), None) is None:
+        try:
+            check_sizes(target_config(hf_config), ranks)
+        except UserError as error:
+            yield f"--tp-size is {ranks}: {_clause(error)}"
+
+
+def _loading(cfg: Any, hf_config: Any) -> Iterator[str]:
+    """The experts' global scales are kept while weights are loaded, and everything is built right behind."""
+    if cfg.weight_cache_mode != "off":
+        yield f"--weight-cache-mode is {cfg.weight_cache_mode!r}, which hands over repacked weights; leave it out"
+    if cfg.startup_weight_load_mode != "serial":
+        yield f"--startup-weight-load-mode is {cfg.startup_weight_load_mode!r}; the kernels need weights first: serial"
+    if cfg.checkpoint_engine_wait_weights_before_ready:
+        yield "--checkpoint-engine-wait-weights-before-ready brings weights too late; load them from --model-path"
+    if cfg.use_ray:
+        yield "--use-ray starts ranks that do not inherit this process's environment; leave it out"
 
 
 def _experts(cfg: Any, hf_config: Any) -> Iterator[str]:

@@ -107,11 +107,11 @@ SPEC = MegakernelSpec(
     api_version=MEGAKERNEL_API_VERSION,
     requires=Requirements(
         isas=frozenset({"sm_90", "sm_103"}),
-        tp_sizes=frozenset({1}),
+        tp_sizes=frozenset(),  # `reasons` says what of several GPUs is served, and how to ask for it
         dtypes=frozenset({"bfloat16"}),
         decode_graph_backends=frozenset({"full", "disabled"}),
     ),
-    features=frozenset({Feature.SPECULATIVE_DECODING}),
+    features=frozenset({Feature.SPECULATIVE_DECODING, Feature.EXPERT_PARALLEL}),
     numerics=Numerics(
         kind=NumericsKind.TOLERANCE,
         # Relative RMS difference of a row's logits from SGLang's own forward: q is not rounded to FP8 here, the

@@ -5,15 +5,21 @@ import os
 STEP = "SGLANG_MUSE_MEGA_STEP"
 STEPS = ("target", "full")
 EXPERIMENTAL_SM103 = "SGLANG_MUSE_MEGA_EXPERIMENTAL_SM103"
+EXPERIMENTAL_TP = "SGLANG_MUSE_MEGA_EXPERIMENTAL_TP"
 SERVING = "SGL_MUSE_MEGA_SERVING"
 """Set by the plugin itself for the processes that the server starts."""
 
 
 def step() -> str:
     """How much of a decode step runs in the plugin: the target's forward ("target"), or all of it under DFLASH."""
-    return os.environ.get(STEP, STEPS[0])
+    return os.environ.get(STEP) or STEPS[0]
 
 
 def experimental_sm103() -> bool:
     """Whether a GB300 may run kernels that no GB300 has run yet."""
     return os.environ.get(EXPERIMENTAL_SM103) == "1"
+
+
+def experimental_tp() -> bool:
+    """Whether several GPUs may run an exchange that no GPUs have run yet."""
+    return os.environ.get(EXPERIMENTAL_TP) == "1"

@@ -9,6 +9,8 @@ from sgl_muse_mega.megakernel.instance import MAX_ROWS, Instance
 from sgl_muse_mega.megakernel.weights import KernelLayer, KernelWeights
 from sgl_muse_mega.serving import scales
 
+SHOWN_PROBLEMS = 8  # of a model with dozens of layers
+
 
 def kernel_weights(model: Any, config: TargetConfig) -> KernelWeights:
     """The target that SGLang has loaded and repacked.
@@ -60,7 +62,11 @@ def _experts(moe: Any, index: int) -> dict[str, Any]:
         return held | dict.fromkeys(names)
     global_scales = scales.kept(experts)
     if global_scales is None:
-        raise UserError(f"The global scales of layer {index}'s experts were not kept when its weights were repacked.")
+        raise UserError(
+            f"The global scales of layer {index}'s experts were not kept when its weights were repacked: the rank did "
+            "not inherit the environment of the process that accepted the flag, or weights did not come from "
+            "--model-path."
+        )
     gate_up, down = global_scales
     return {
         "gate_up": experts.w13_weight.detach(),
@@ -74,7 +80,7 @@ def _experts(moe: Any, index: int) -> dict[str, Any]:
 
 
 def weight_problems(config: TargetConfig, weights: KernelWeights) -> list[str]:
-    """Why the kernels cannot read these tensors, one clause per tensor; [] when they can."""
+    """Why the kernels cannot read these tensors: a clause for each of the first, one for the rest; [] when they can."""
     device = weights.embedding.device
     instances = {
         nvfp4: Instance.for_config(
@@ -88,4 +94,7 @@ def weight_problems(config: TargetConfig, weights: KernelWeights) -> list[str]:
         for spec in tensors.layer_specs(instances[layer.nvfp4], index)
     ]
     pairs += tensors.end_pairs(instances[False], weights)
-    return [problem for spec, tensor in pairs if (problem := spec.problem(tensor, device))]
+    problems = [problem for spec, tensor in pairs if (problem := spec.problem(tensor, device))]
+    if len(problems) > SHOWN_PROBLEMS:
+        problems[SHOWN_PROBLEMS:] = [f"and {len(problems) - SHOWN_PROBLEMS} more tensors are not what the kernels read"]
+    return problems

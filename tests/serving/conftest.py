@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sentences import Heard
 
 from sgl_muse_mega.toolchain import Tool
 
@@ -46,6 +47,20 @@ def metadata(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     importlib.invalidate_caches()
     yield folder
     sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def heard() -> Iterator[Heard]:
+    """Listens to what the plugin says in all tests."""
+    listening = Heard()
+    with pytest.MonkeyPatch.context() as patch:
+        listening.listen(patch)
+        yield listening
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The test that asks what was said comes last."""
+    items.sort(key=lambda item: item.name == "test_every_refusal_was_tested")
 
 
 @pytest.fixture(scope="session")
@@ -107,7 +122,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What argument resolution writes into the environment ends with the test."""
     from sgl_muse_mega.serving import switches
 
-    for name in (switches.STEP, switches.SERVING, switches.EXPERIMENTAL_SM103):
+    for name in (switches.STEP, switches.SERVING, switches.EXPERIMENTAL_SM103, switches.EXPERIMENTAL_TP):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 

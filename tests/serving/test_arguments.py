@@ -87,10 +87,18 @@ def test_accepted(changes: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("hopper")
 def test_all_reasons_come_together() -> None:
     found = refusals(
-        tp_size=2, kv_cache_dtype="fp8_e5m2", attention_backend="flashinfer", enable_deterministic_inference=False,
-        cuda_graph_bs_decode=[2, 4], enable_memory_saver=True,
+        tp_size=2, kv_cache_dtype="fp8_e5m2", weight_cache_mode="daemon", attention_backend="flashinfer",
+        enable_deterministic_inference=False, cuda_graph_bs_decode=[2, 4], enable_memory_saver=True,
     )  # fmt: skip
-    for part in ("tp_size 2", "--ep-size is 1", "fp8_e5m2", "'flashinfer'", "no decode graph", "memory release"):
+    for part in (
+        "--tp-size is 2 and the plugin",
+        "--weight-cache-mode",
+        "--ep-size is 1",
+        "fp8_e5m2",
+        "'flashinfer'",
+        "no decode graph",
+        "memory release",
+    ):
         assert sum(part in reason for reason in found) == 1, (part, found)
     assert switches.SERVING not in os.environ
 
@@ -130,6 +138,11 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"enable_page_major_kv_layout": True}, "--enable-page-major-kv-layout"),
         ({"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
         ({"disable_hybrid_swa_memory": True}, "--disable-hybrid-swa-memory"),
+        ({"tp_size": 4, "ep_size": 4}, switches.EXPERIMENTAL_TP),
+        ({"weight_cache_mode": "connect"}, "--weight-cache-mode is 'connect'"),
+        ({"startup_weight_load_mode": "overlap"}, "--startup-weight-load-mode is 'overlap'"),
+        ({"checkpoint_engine_wait_weights_before_ready": True}, "load them from --model-path"),
+        ({"use_ray": True}, "--use-ray"),
         ({"debug_cuda_graph": True}, "--debug-cuda-graph"),
         ({"enable_pdmux": True}, "--enable-pdmux"),
         ({"enable_return_hidden_states": True}, "--enable-return-hidden-states"),
@@ -179,6 +192,33 @@ def test_models_we_cannot_serve(resolved: tuple[Any, Any], changes: dict[str, An
 
 
 @pytest.mark.usefixtures("hopper")
+def test_several_gpus(resolved: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg, hf_config = resolved
+    monkeypatch.setenv(switches.EXPERIMENTAL_TP, "1")
+
+    def found(ranks: int, **changes: Any) -> list[str]:
+        changed = Changed(cfg, tp_size=ranks, ep_size=ranks, **changes)
+        return reasons.config_disable_reasons(changed, hf_config)
+
+    assert [found(ranks) for ranks in (1, 2, 4, 8)] == [[]] * 4
+    assert ["3 ranks: num_attention_heads = 8" in r for r in found(3)] == [True]
+    assert ["--enable-layernorm-sp" in r for r in found(2, enable_layernorm_sp=True)] == [True]
+    monkeypatch.setenv(switches.STEP, "full")
+    assert ["runs on one GPU" in r for r in found(2, speculative_draft_kv_cache_dtype="bfloat16")] == [True]
+    resolve(tp_size=2, ep_size=2)
+    with pytest.raises(ValueError, match="cannot run this setup"):
+        resolve(tp_size=2, ep_size=1)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_an_empty_switch_is_no_switch(resolved: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (switches.STEP, switches.EXPERIMENTAL_SM103, switches.EXPERIMENTAL_TP):
+        monkeypatch.setenv(name, "")
+    assert reasons.config_disable_reasons(*resolved) == []
+    assert switches.step() == "target"
+
+
+@pytest.mark.usefixtures("hopper")
 def test_environment(resolved: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(switches.STEP, "everything")
     assert "set it to target or full" in reasons.config_disable_reasons(*resolved)[0]
@@ -202,6 +242,18 @@ def test_tools(resolved: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> No
         part in reason for part, reason in zip(("nvcc", "sgl-muse-mega[cuda]", "/proc/kernels"), found, strict=True)
     ]
     assert "CUDA_HOME is set but empty" in found[0]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_machine_that_cannot_compile(
+    resolved: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sgl_muse_mega.toolchain.find_host_compiler", lambda: None)
+    (tmp_path / "file").write_text("")
+    for cache in (tmp_path / "file", tmp_path / "file" / "kernels"):
+        monkeypatch.setenv("SGL_MUSE_MEGA_CACHE", str(cache))
+        found = reasons.config_disable_reasons(*resolved)
+        assert [part in reason for part, reason in zip(("install g++", str(cache)), found, strict=True)] == [True] * 2
 
 
 @pytest.mark.usefixtures("hopper")

@@ -168,3 +168,33 @@ def test_weights_are_those_of_the_server(runner: Any, built: Any) -> None:
     for layer in weights.layers:
         held += [t for name in layer.__slots__ if isinstance(t := getattr(layer, name), Tensor)]
     assert {t.untyped_storage().data_ptr() for t in held} <= owned
+
+
+def test_batches_that_sglang_runs_itself(runner: Any, built: Any) -> None:
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+
+    def batch(mode: str, rows: int = 1, **changes: Any) -> Any:
+        values = {
+            "forward_mode": ForwardMode[mode], "batch_size": 1, "input_ids": IDS[:rows], "lora_ids": None,
+            "capture_hidden_mode": CaptureHiddenMode.NULL,
+        }  # fmt: skip
+        return SimpleNamespace(**(values | changes))
+
+    decode, verify = built(1), built(8)
+    asked = [
+        (decode, batch("DECODE"), None),
+        (decode, batch("EXTEND", 5), "extend steps"),
+        (decode, batch("TARGET_VERIFY", 8), "target verify steps"),
+        (decode, batch("DECODE", 2, batch_size=2), "steps of more than one request"),
+        (decode, batch("DECODE", capture_hidden_mode=CaptureHiddenMode.LAST), "decode steps that return hidden states"),
+        (decode, batch("DECODE", lora_ids=["adapter"]), "steps with LoRA adapters"),
+        (decode, batch("DECODE", lora_ids=[None]), None),
+        (verify, batch("TARGET_VERIFY", 8, capture_hidden_mode=CaptureHiddenMode.FULL), None),
+        (verify, batch("TARGET_VERIFY", 8, input_ids=None), "steps of another width than 8"),
+        # A last piece of a prompt that is as long as a verify step is none: the mode decides, not the shape.
+        (verify, batch("EXTEND", 8), "extend steps"),
+        (verify, batch("TARGET_VERIFY", 4), "steps of another width than 8"),
+    ]
+    for made, each, reason in asked:
+        assert made.declines(each) == reason
+        assert (made.plan(each.input_ids, each) is None) is (reason is not None)

@@ -26,7 +26,7 @@ def test_spec(plugins: None) -> None:
 
     spec, why = find_spec(architectures=[plugin.ARCHITECTURE], isa="sm_90")
     assert why == ""
-    assert spec.features == {Feature.SPECULATIVE_DECODING}
+    assert spec.features == {Feature.SPECULATIVE_DECODING, Feature.EXPERT_PARALLEL}
     assert spec.max_rows == 16
     assert find_spec(architectures=[plugin.ARCHITECTURE], isa="sm_100")[0] is None
 
@@ -194,3 +194,16 @@ def test_monitor_reports_when_quiet_and_names_a_fault(caplog: pytest.LogCaptureF
         for seconds in (301, 302):
             monitor.look(start + seconds)
     assert caplog.text.count("CTA 5 of launch 3") == 1
+
+
+def test_a_long_list_of_unreadable_tensors_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sgl_muse_mega.megakernel.random_step import random_weights, tiny_config
+    from sgl_muse_mega.serving.weights import SHOWN_PROBLEMS, weight_problems
+
+    config = tiny_config(2, nvfp4=False)
+    weights = random_weights(config, 1, torch.device("cpu"))
+    assert weight_problems(config, weights) == []
+    found = weight_problems(config.model_copy(update={"hidden_size": 192}), weights)
+    assert len(found) == SHOWN_PROBLEMS + 1
+    assert "instead of" in found[0]
+    assert "more tensors" in found[-1]

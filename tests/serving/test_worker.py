@@ -193,3 +193,19 @@ def test_draft_weights_by_name(runner: Any, tmp_path: Path) -> None:
             if name.endswith("conv"):
                 pairs = [(getattr(mine, part), getattr(wanted, part)) for part in wanted.__slots__]
             assert all(torch.equal(a, b) for a, b in pairs), name
+
+
+def test_a_step_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft whose embedding the kernels would have to scale, and one that is no DFlash2 draft."""
+    monkeypatch.setattr(worker, "draft_config", lambda *_args, **_kwargs: None)
+    runner = SimpleNamespace(token_to_kv_pool=None, model_config=SimpleNamespace(hf_config=None))
+    made = SimpleNamespace(
+        target_worker=SimpleNamespace(model_runner=runner), draft_model_runner=runner, draft_model=SimpleNamespace(),
+        _noise_embed_scale=0.5,
+    )  # fmt: skip
+    built: Any = SimpleNamespace(step=SimpleNamespace(taps_after=()), bind=lambda _pool: None)
+    with pytest.raises(UserError, match=r"by 0\.5, which the kernels do not.*STEP=target"):
+        worker.build_step(built, made)
+    made._noise_embed_scale = 1.0
+    with pytest.raises(UserError, match=r"not a DFlash2 draft.*candidate_selector.*STEP=target"):
+        worker.build_step(built, made)
