@@ -13,6 +13,7 @@ from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.instance import MAX_ROWS, Instance
 from sgl_muse_mega.serving import switches, tables
 from sgl_muse_mega.serving.model_config import target_config
+from sgl_muse_mega.serving.ranks import place
 
 SGLANG_VERSION = "0.5.23"
 KV_DTYPES = {"fp8_e4m3": "fp8", "bf16": "bf16", "bfloat16": "bf16"}
@@ -270,14 +271,15 @@ def model_disable_reasons(model: Any, hf_config: Any) -> list[str]:
     found = list(hooks.problems(hooks.SERVER))
     if _speculates():
         found += hooks.problems(hooks.SPECULATION)
+    rank, ranks = place()
     try:
         config = target_config(hf_config)
-        weights = kernel_weights(model, config)
+        weights = kernel_weights(model, config, rank, ranks)
     except UserError as error:
         return [*found, _clause(error)]
     except AttributeError as error:
         return [*found, f"the loaded model has other parts than those of SGLang {SGLANG_VERSION}: {error}"]
-    return [*found, *weight_problems(config, weights)]
+    return [*found, *weight_problems(config, weights, ranks)]
 
 
 def _speculates() -> bool:

@@ -2,6 +2,7 @@
 and only with --enable-nvidia-megakernel."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,21 +14,26 @@ from sglang.kernels.plugin_kernels.nvidia.spec import (
     NumericsKind,
     Requirements,
 )
+from torch import Tensor
 
 from sgl_muse_mega.megakernel.backend import ROW_CAPS
 from sgl_muse_mega.megakernel.cuda import CudaMachine
 from sgl_muse_mega.megakernel.instance import MAX_ROWS
 from sgl_muse_mega.megakernel.machine import Machine
+from sgl_muse_mega.megakernel.mailbox import Mail, NoMail
+from sgl_muse_mega.megakernel.peers import PeerMemory
 from sgl_muse_mega.megakernel.step import Step
 from sgl_muse_mega.serving import hooks, switches, tables, worker
 from sgl_muse_mega.serving.coverage import Coverage, Monitor
 from sgl_muse_mega.serving.model_config import target_config
+from sgl_muse_mega.serving.ranks import connect, place
 from sgl_muse_mega.serving.reasons import KV_DTYPES, config_disable_reasons, model_disable_reasons
 from sgl_muse_mega.serving.target import TargetMegakernel
 from sgl_muse_mega.serving.weights import kernel_weights
 
 logger = logging.getLogger(__name__)
 
+_KEPT: list[PeerMemory] = []  # mailboxes stay as long as the process
 TARGETS = {(9, 0): "sm_90a", (10, 3): "sm_103a"}
 
 
@@ -38,19 +44,24 @@ def build(model: Any, hf_config: Any, context: Any) -> TargetMegakernel:
     """
     machine = CudaMachine(deadline_seconds=context.deadline_s, targets=TARGETS)
     before = torch.cuda.memory_allocated()
-    built = build_on(machine, model, hf_config, rows=context.tokens_per_request)
+    rank, ranks = place()
+    mail: Mail = NoMail()
+    if ranks > 1:
+        peers, mail = connect(rank, ranks)
+        _KEPT.append(peers)
+    built = build_on(machine, model, hf_config, rows=context.tokens_per_request, mail=mail)
     used = (torch.cuda.memory_allocated() - before) / 2**20
     logger.info("Muse megakernel: %.0f MiB beyond SGLang's weights, which it reads where they are.", used)
     Monitor(built.coverage, machine.fault_record).start()
     return built
 
 
-def build_on(machine: Machine, model: Any, hf_config: Any, *, rows: int) -> TargetMegakernel:
-    """The same on any machine; `rows` of one request per step."""
+def build_on(machine: Machine, model: Any, hf_config: Any, *, rows: int, mail: Mail | None = None) -> TargetMegakernel:
+    """The same on any machine; `rows` of one request per step. mail: this rank's place among several."""
     from sglang.srt.runtime_context import attention_backends, get_model, get_schedule, get_spec, process_model_config
 
     _, backend = attention_backends()
-    config = target_config(hf_config)
+    config, mail = target_config(hf_config), mail or NoMail()
     if rows == 1 and backend in tables.PACKED:
         # SGLang's Triton backend gives a decoding row the last window - 1 keys, itself included; its tables hold no
         # more, and the text should be the one that the server gives without the plugin.
@@ -58,11 +69,12 @@ def build_on(machine: Machine, model: Any, hf_config: Any, *, rows: int) -> Targ
     row_cap = next(cap for cap in ROW_CAPS if rows <= cap)
     step = Step(
         config,
-        kernel_weights(model, config),
+        kernel_weights(model, config, mail.rank, mail.ranks),
         machine,
         row_cap=row_cap,
         max_context=int(process_model_config().context_len) + 2 * row_cap,
         kv_dtype=KV_DTYPES[get_model().kv_cache_dtype],
+        mail=mail if mail.ranks > 1 else None,
         progress=logger.info,
     )
     built = TargetMegakernel(
@@ -70,14 +82,25 @@ def build_on(machine: Machine, model: Any, hf_config: Any, *, rows: int) -> Targ
         rows=rows,
         page_size=int(get_schedule().page_size),
         layers_to_capture=lambda: model.model.language_model.layers_to_capture,
-        coverage=Coverage(),
-        note=f", step={switches.step()}",
+        coverage=Coverage(mail.rank),
+        head=split_head(model) if mail.ranks > 1 else None,
+        note=f", step={switches.step()}" + (f", rank {mail.rank} of {mail.ranks}" if mail.ranks > 1 else ""),
     )
     speculative = get_spec().speculative_algorithm is not None
     observe(built, model, speculative=speculative)
     if speculative and switches.step() == "full":
         worker.install(built)
     return built
+
+
+def split_head(model: Any) -> Callable[[Tensor, Tensor, Any], Any]:
+    """SGLang's own final norm and head: a rank's part of the logits, or all of them, as the batch wants."""
+
+    def head(input_ids: Tensor, stream: Tensor, forward_batch: Any) -> Any:
+        hidden = model.model.language_model.norm(stream.to(torch.bfloat16)).to(torch.bfloat16)
+        return model.logits_processor(input_ids, hidden, model.lm_head, forward_batch)
+
+    return head
 
 
 def observe(built: TargetMegakernel, model: Any, *, speculative: bool) -> None:

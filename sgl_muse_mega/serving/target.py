@@ -26,9 +26,14 @@ class TargetMegakernel:
         page_size: int,
         layers_to_capture: Callable[[], list[int]],
         coverage: Coverage,
+        head: Callable[[Tensor, Tensor, Any], Any] | None = None,
         note: str = "",
     ) -> None:
-        """layers_to_capture: the layers whose streams the draft wants, which SGLang decides after the build."""
+        """layers_to_capture: the layers whose streams the draft wants, which SGLang decides after the build.
+
+        head: what makes SGLang's output from ids, streams float32 [rows, H] and the batch, where the vocabulary is
+        split among several ranks and SGLang gathers logits as the batch wants them; None: the kernels' own head.
+        """
         self.step = step
         self.rows = rows
         self.mode = VERIFY if rows > 1 else DECODE
@@ -37,6 +42,7 @@ class TargetMegakernel:
         window = step.config.sliding_window
         self._tables = AttentionTables(step.inputs, window=window, page_size=page_size)
         self._layers_to_capture = layers_to_capture
+        self._head = head
         self._note = note
         self._pool: Any = None
         self._caches: list[tuple[Tensor, Tensor]] = []
@@ -87,10 +93,13 @@ class TargetMegakernel:
 
         Both are the step's own buffers, as they are a graph's in SGLang: the next step overwrites them.
         """
-        from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+        self.launch(step.view, input_ids, positions, forward_batch)
+        return self.output(input_ids, forward_batch)
 
-        self.bind(step.view.kv_pool.pool)
-        inputs, rows, metadata = self.step.inputs, self.rows, step.view.metadata
+    def launch(self, view: Any, input_ids: Tensor, positions: Tensor, forward_batch: Any) -> None:
+        """Enqueues a step over SGLang's caches and tables (view: its ForwardView)."""
+        self.bind(view.kv_pool.pool)
+        inputs, rows, metadata = self.step.inputs, self.rows, view.metadata
         inputs.token_ids[:rows].copy_(input_ids)
         inputs.positions[:rows].copy_(positions)
         inputs.length.copy_(positions[:1])
@@ -99,9 +108,24 @@ class TargetMegakernel:
             inputs.sliding_slots[:rows].copy_(metadata.swa_out_cache_loc[:rows])
         self._tables.copy(metadata)
         self.step.machine.attach(self.step, self._caches)
-        self.step.launch(rows)
+        if self._head is None:
+            self.step.launch(rows)
+            return
+        self.step.launch_embed(rows)
+        for index in range(len(self.step.weights.layers)):
+            self.step.launch_layer(index, rows)
+
+    def output(self, input_ids: Tensor, forward_batch: Any) -> Any:
+        """What SGLang's forward returns, of the step that was enqueued last."""
+        from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+
+        rows, activations = self.rows, self.step.activations
         taps = self.step.taps[:rows].flatten(1) if self.step.taps_after else None
-        return LogitsProcessorOutput(next_token_logits=self.step.activations.logits[:rows], hidden_states=taps)
+        if self._head is None:
+            return LogitsProcessorOutput(next_token_logits=activations.logits[:rows], hidden_states=taps)
+        result = self._head(input_ids, activations.stream[:rows], forward_batch)
+        result.hidden_states = taps
+        return result
 
     def bind(self, pool: Any) -> None:
         """Takes the caches of SGLang's pool and the draft's taps, both of which exist only now.

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch import Tensor
+
 from sgl_muse_mega.config import TargetConfig
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel import tensors
@@ -12,24 +14,28 @@ from sgl_muse_mega.serving import scales
 SHOWN_PROBLEMS = 8  # of a model with dozens of layers
 
 
-def kernel_weights(model: Any, config: TargetConfig) -> KernelWeights:
-    """The target that SGLang has loaded and repacked.
+def kernel_weights(model: Any, config: TargetConfig, rank: int = 0, ranks: int = 1) -> KernelWeights:
+    """The share of a rank in the target that SGLang has loaded and repacked.
 
     q and k rows are in adjacent-pair order in both, and so are q, k, v and gate in one matrix; NVFP4 experts are read
-    in Marlin's layout. Raises UserError when a tensor is not there, or not in the form the kernels read.
+    in Marlin's layout. SGLang has split attention, experts and vocabulary among the ranks as the kernels do, and has
+    the projections round the experts whole on all of them. Raises UserError when a tensor is not there, or not in the
+    form the kernels read.
     """
     text = model.model.language_model
+    vocabulary = slice(config.vocab_size) if ranks == 1 else slice(None)  # padded rows lie at the end, of a whole one
     return KernelWeights(
-        embedding=text.embed_tokens.weight.detach()[: config.vocab_size],
-        layers=tuple(kernel_layer(layer, index) for index, layer in enumerate(text.layers)),
+        embedding=text.embed_tokens.weight.detach()[vocabulary],
+        layers=tuple(kernel_layer(layer, index, rank, ranks) for index, layer in enumerate(text.layers)),
         final_norm=text.norm.weight.detach(),
-        lm_head=model.lm_head.weight.detach()[: config.vocab_size],
+        lm_head=model.lm_head.weight.detach()[vocabulary],
     )
 
 
-def kernel_layer(layer: Any, index: int) -> KernelLayer:
+def kernel_layer(layer: Any, index: int, rank: int = 0, ranks: int = 1) -> KernelLayer:
     """One decoder layer."""
     attention, moe = layer.self_attn, layer.mlp
+    experts = _experts(moe, index)
     return KernelLayer(
         input_norm=layer.input_layernorm.weight.detach(),
         qkv=attention.qkv_proj.weight.detach(),
@@ -38,15 +44,21 @@ def kernel_layer(layer: Any, index: int) -> KernelLayer:
         pre_feedforward_norm=layer.pre_feedforward_layernorm.weight.detach(),
         router=moe.gate.weight.detach(),
         router_bias=moe.gate.e_score_correction_bias.detach(),
-        pre_expert_proj=moe.pre_expert_proj.weight.detach(),
+        pre_expert_proj=_rows(moe.pre_expert_proj.weight.detach(), rank, ranks),
         pre_expert_norm=moe.pre_expert_norm.weight.detach(),
-        **_experts(moe, index),
+        **experts,
         post_expert_norm=moe.experts.post_expert_norm.weight.detach(),
-        post_expert_proj=moe.post_expert_proj.weight.detach(),
+        post_expert_proj=_rows(moe.post_expert_proj.weight.detach(), rank, ranks),
         post_feedforward_norm=layer.post_feedforward_layernorm.weight.detach(),
         **_gate("feedforward", layer.post_feedforward_residual_gate),
-        first_expert=0,
+        first_expert=rank * int(experts["down"].shape[0]),
     )
+
+
+def _rows(weight: Tensor, rank: int, ranks: int) -> Tensor:
+    """A rank's block of output rows."""
+    rows = weight.shape[0]
+    return weight[rank * rows // ranks : (rank + 1) * rows // ranks]
 
 
 def _gate(name: str, gate: Any) -> dict[str, Any]:
@@ -79,12 +91,18 @@ def _experts(moe: Any, index: int) -> dict[str, Any]:
     }
 
 
-def weight_problems(config: TargetConfig, weights: KernelWeights) -> list[str]:
+def weight_problems(config: TargetConfig, weights: KernelWeights, ranks: int = 1) -> list[str]:
     """Why the kernels cannot read these tensors: a clause for each of the first, one for the rest; [] when they can."""
     device = weights.embedding.device
     instances = {
         nvfp4: Instance.for_config(
-            config, nvfp4=nvfp4, fp8_cache=True, row_cap=MAX_ROWS, sms=1, local_experts=weights.layers[0].down.shape[0]
+            config,
+            nvfp4=nvfp4,
+            fp8_cache=True,
+            row_cap=MAX_ROWS,
+            sms=1,
+            ranks=ranks,
+            local_experts=weights.layers[0].down.shape[0],
         )
         for nvfp4 in (False, True)
     }

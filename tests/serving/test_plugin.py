@@ -67,6 +67,7 @@ def test_a_changed_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ModelRunner.forward takes (self, batch), not (self, forward_batch" in found[0]
     assert "_make_next_draft_input_decode" in found[1]
     monkeypatch.setattr(reasons, "_speculates", lambda: True)
+    monkeypatch.setattr(reasons, "place", lambda: (0, 1))
     assert set(found) <= set(reasons.model_disable_reasons(object(), SimpleNamespace()))
 
 
@@ -156,6 +157,7 @@ def test_nvfp4_experts_are_read_in_place() -> None:
 
 def test_unreadable_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reasons, "_speculates", lambda: False)
+    monkeypatch.setattr(reasons, "place", lambda: (0, 1))
     monkeypatch.setattr(reasons, "target_config", lambda _config: TargetConfig.model_construct(vocab_size=8))
     found = reasons.model_disable_reasons(SimpleNamespace(), SimpleNamespace())
     assert len(found) == 1
