@@ -5,6 +5,7 @@
 Every reply is one line of JSON on the file descriptor; everything else on the outputs is SGLang's log.
 """
 
+import functools
 import json
 import os
 import sys
@@ -39,6 +40,19 @@ class Arm:
             except ValueError as error:
                 found.append({"ids": [], "completion_tokens": 0, "finish_reason": str(error)})
         return found
+
+    def abort(self, prompts: list[list[int]], sampling: dict[str, Any], delays: list[float]) -> Any:
+        """Outputs of requests that are told to end `delay` seconds after they were sent, one after the other; empties
+        the prefix cache behind them. SGLang's own check ends the server when pages are missing then."""
+        found = []
+        for number, (ids, delay) in enumerate(zip(prompts, delays, strict=True)):
+            rid, output = f"aborted-{time.monotonic_ns()}-{number}", None
+            self.engine.loop.call_later(delay, functools.partial(self.engine.tokenizer_manager.abort_request, rid=rid))
+            for piece in self.engine.generate(input_ids=ids, sampling_params=sampling, stream=True, rid=rid):
+                output = piece
+            found.append(_output(output) if output else {"ids": [], "completion_tokens": 0, "finish_reason": None})
+        flushed = self.engine.loop.run_until_complete(self.engine.tokenizer_manager.flush_cache(timeout_s=10.0))
+        return {"outputs": found, "flushed": bool(flushed.success)}
 
     def step_time(self, prompt: list[int], new: int, lead: int = 8) -> dict[str, float]:
         """ms per step of `new` tokens; the prompt and the first tokens are taken out by a second run."""

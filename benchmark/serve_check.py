@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import serve_cases
 import serve_texts
 import serve_times
 from serve_arms import Arm, ArmError, Servers, common, speculative
@@ -46,11 +47,14 @@ def check_texts(servers: Servers, options: argparse.Namespace, record: dict[str,
         return
     up = [arm for arm in arms if arm.name not in record["failed"]]
     record |= serve_texts.run(texts, stock, up, say)
+    for outcome in serve_cases.run(texts, stock, up, options.draws):
+        note(outcome, record)
     if single and not {arm.name for arm in single} & set(record["failed"]):
         answers = [texts.answer_all(arm) for arm in single]
-        outcome = serve_texts.compare("texts, T = 1", single[0], single[1], texts.prompts, *answers)
-        say(outcome.line())
-        record["outcomes"].append(vars(outcome) | {"passed": outcome.passed})
+        note(serve_texts.compare("texts, T = 1", single[0], single[1], texts.prompts, *answers), record)
+        for arm in (stock, *up):  # T01: speculation changes no text
+            ours = texts.answer_all(arm)
+            note(serve_texts.compare("T01 no speculation", single[0], arm, texts.prompts, answers[0], ours), record)
     lengths = record["accept_length"]
     for name in (arm.name for arm in up):
         change = lengths[name] / lengths["stock"] - 1
@@ -58,6 +62,11 @@ def check_texts(servers: Servers, options: argparse.Namespace, record: dict[str,
         say(f"{'ok  ' if abs(change) <= 0.03 else 'FAIL'} accept length {name}: {lengths[name]:.3f}, {change:+.2%}")
     say(f"accept length of stock {lengths['stock']:.3f}; exact answers {record['exact']}")
     record["failed"] += [f"{o['case']} ({o['arm']})" for o in record["outcomes"] if not o["passed"]]
+
+
+def note(outcome: serve_texts.Outcome, record: dict[str, Any]) -> None:
+    say(outcome.line())
+    record["outcomes"].append(vars(outcome) | {"passed": outcome.passed})
 
 
 def wait(arm: Arm, timeout: float, record: dict[str, Any]) -> None:
@@ -80,6 +89,7 @@ def main() -> int:
     parser.add_argument("--stock", type=Path, required=True, help="folder of the rival's scripts and packages")
     parser.add_argument("--parts", default="text,time")
     parser.add_argument("--problems", type=int, default=100)
+    parser.add_argument("--draws", type=int, default=600, help="sampled requests of T07 for each server")
     parser.add_argument("--arms", default="target,full,t1", help="servers with the plugin of the part text")
     parser.add_argument("--pairs", default="w8.full,w8.target,t1", help="what the part time compares")
     parser.add_argument("--rounds", type=int, default=3)

@@ -90,6 +90,7 @@ class Texts:
             ("T04 top_p 1e-4", prompts, each(12, temperature=1.0, top_p=1e-4), True),
             ("T04 bias -100", prompts, [self.sampling(logit_bias={str(t): -100.0}) for t in fourth], False),
             ("T04 penalties", prompts, each(12, frequency_penalty=0.4, presence_penalty=0.2), False),
+            ("T04 repetition", prompts, each(12, repetition_penalty=1.2), False),
             ("T09 long prompt, twice", [some[:400]] * 2, each(2, max_new_tokens=24), True),
             ("T10 prompt lengths", [some[:n] for n in lengths], each(len(lengths), max_new_tokens=12), True),
             ("T11 end of the context", near_end, each(len(near_end), max_new_tokens=16, ignore_eos=True), True),
@@ -143,6 +144,14 @@ def sampled(
     return outcomes
 
 
+def min_p(texts: Texts, stock: Arm, arm: Arm, greedy: list[dict[str, Any]]) -> Outcome:
+    """T04: a min-p that leaves the likeliest token alone gives the greedy text at any temperature."""
+    prompts = texts.prompts[:12]
+    sampling = [texts.sampling(temperature=1.0, min_p=0.999)] * len(prompts)
+    ours = arm.ask("generate", prompts=prompts, sampling=sampling)
+    return compare("T04 min_p 0.999", stock, arm, prompts, greedy[:12], ours)
+
+
 def accept_length(outputs: list[dict[str, Any]]) -> float:
     """Tokens per verify step, pooled."""
     verified = sum(o.get("spec_verify_ct") or 0 for o in outputs)
@@ -176,6 +185,8 @@ def run(texts: Texts, stock: Arm, others: list[Arm], say: Callable[[str], None])
             outcomes.append(outcome)
     many = texts.prompts[:24]
     for arm in others:
+        if arm.name == "full":  # SGLang's own DFLASH step does not know min-p
+            outcomes.append(min_p(texts, stock, arm, first[stock.name]))
         together = arm.ask("generate", prompts=many, sampling=[texts.sampling()] * len(many), together=True)
         outcomes.append(compare("T13 four at once", stock, arm, many, first[stock.name][: len(many)], together))
         scored = arm.ask("generate", prompts=many, sampling=[texts.sampling()] * len(many), top_logprobs=2)

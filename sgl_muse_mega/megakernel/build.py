@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -73,7 +74,8 @@ def build(
     sources = _sources(instance.source)
     flags = [*_flags(target), *(f"-D{define}" for define in defines)]
     version = _run([str(compiler), "--version"], "The compiler does not run").strip()
-    key = _key(sources, [*flags, target, version], instance.header())
+    parts = _key_parts(sources, [*flags, target], version, instance)
+    key = _digest_of("".join(parts.values()))[:32]
     folder = cache_directory()
     found = _cached(folder, key)
     if found:
@@ -84,8 +86,11 @@ def build(
             found = _cached(folder, key)
             if found:
                 return found
-            progress(f"Compiling the layer kernel for {target} ({instance.describe()})")
-            return _compile(compiler, flags, target, instance, folder, key)
+            why = _set_aside_damaged(folder, key) or _difference(folder, parts)
+            progress(f"Compiling the layer kernel for {target} ({instance.describe()}){why}")
+            artifact = _compile(compiler, flags, target, instance, folder, key)
+            (folder / f"{key}.json").write_text(json.dumps(parts))
+            return artifact
     except OSError as error:
         raise UserError(
             f"The kernel cache {folder} cannot be written ({error.strerror}); set SGL_MUSE_MEGA_CACHE to a folder "
@@ -109,6 +114,30 @@ def _compile(compiler: Path, flags: list[str], target: str, instance: Compiled, 
         os.replace(output, folder / f"{key}.bin")
         os.replace(work / "report", folder / f"{key}.txt")
     return Artifact(folder / f"{key}.bin", report, seconds)
+
+
+def _set_aside_damaged(folder: Path, key: str) -> str:
+    """Moves a binary that is not what its report says out of the way; what to say of it, or ""."""
+    binary = folder / f"{key}.bin"
+    if not binary.is_file():
+        return ""
+    os.replace(binary, folder / f"{key}.damaged")
+    return f"; the cached file was damaged and lies in {key}.damaged"
+
+
+def _difference(folder: Path, parts: dict[str, str]) -> str:
+    """What the nearest cached build of the same kernels has otherwise, or "" where there is none."""
+    nearest: list[str] | None = None
+    for path in folder.glob("*.json"):
+        try:
+            other = json.loads(path.read_text())
+        except ValueError:
+            continue
+        if isinstance(other, dict) and other.get("kernels") == parts["kernels"]:
+            differing = [name for name, value in parts.items() if other.get(name) != value]
+            if nearest is None or len(differing) < len(nearest):
+                nearest = differing
+    return f"; the cache has it with other {', '.join(nearest)}" if nearest else ""
 
 
 def _cached(folder: Path, key: str) -> Artifact | None:
@@ -150,13 +179,22 @@ def _sources(main: str) -> list[Path]:
     return files
 
 
-def _key(sources: list[Path], words: list[str], header: str) -> str:
-    digest = hashlib.sha256()
-    for text in (*words, header):
-        digest.update(text.encode() + b"\0")
+def _key_parts(sources: list[Path], flags: list[str], version: str, instance: Compiled) -> dict[str, str]:
+    """Everything that a binary follows from; the names are for people."""
+    content = hashlib.sha256()
     for path in sources:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:32]
+        content.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return {
+        "kernels": instance.source,
+        "flags": " ".join(flags),
+        "compiler": version,
+        "sizes": _digest_of(instance.header()),
+        "sources": content.hexdigest(),
+    }
+
+
+def _digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _digest(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from sgl_muse_mega import toolchain
 from sgl_muse_mega.commands import build as command
 from sgl_muse_mega.errors import UserError
+from sgl_muse_mega.megakernel import build as build_module
 from sgl_muse_mega.megakernel.build import Artifact, build
 from sgl_muse_mega.megakernel.inspection import EXPECTED
 from sgl_muse_mega.megakernel.instance import Instance
@@ -105,6 +107,51 @@ def test_a_truncated_file_is_compiled_again(compiler: Path) -> None:
     artifact.path.write_text("cub")
     assert build(instance()).path.read_text() == "cubin\n"
     assert runs(compiler) == 2
+
+
+def test_the_log_says_why_something_is_compiled_again(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another toolkit, another version of the sources, other sizes, a damaged file; nothing at the very first."""
+    said: list[str] = []
+
+    def compiled_because() -> str:
+        count = len(said)
+        artifact = build(instance(), progress=said.append)
+        assert artifact.path.read_text() == "cubin\n"
+        return said[-1].rpartition(instance().describe() + ")")[2] if len(said) > count else "cached"
+
+    assert compiled_because() == ""
+    Path(f"{compiler}.version").write_text("Cuda compilation tools, release 13.1\n")
+    assert compiled_because() == "; the cache has it with other compiler"
+    sources = tmp_path / "csrc"
+    shutil.copytree(build_module.source_directory(), sources)
+    monkeypatch.setattr(build_module, "source_directory", lambda: sources)
+    assert compiled_because() == "cached"
+    header = sorted((sources / "layer").rglob("*.cuh"))[0]
+    header.write_text(header.read_text() + "// as of another version\n")
+    assert compiled_because() == "; the cache has it with other sources"
+    assert compiled_because() == "cached"
+    binary = build(instance()).path
+    binary.write_text("cub")
+    assert compiled_because() == f"; the cached file was damaged and lies in {binary.stem}.damaged"
+    assert binary.with_suffix(".damaged").read_text() == "cub"
+    assert compiled_because() == "cached"
+    (binary.parent / "broken.json").write_text("{")
+    build(instance(16), progress=said.append)
+    assert said[-1].endswith("; the cache has it with other sizes")
+
+
+def test_nothing_is_written_beside_the_sources(compiler: Path) -> None:
+    package = build_module.source_directory().parent / "sgl_muse_mega"
+
+    def files() -> set[Path]:
+        found = [*build_module.source_directory().rglob("*"), *package.rglob("*")]
+        return {path for path in found if "__pycache__" not in path.parts}
+
+    before = files()
+    build(instance())
+    assert files() == before
 
 
 def test_a_build_without_its_report_is_no_hit(compiler: Path) -> None:

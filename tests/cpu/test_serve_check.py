@@ -1,5 +1,7 @@
 """What the GPU check of the plugin concludes from texts, and the random weights it gives to servers."""
 
+import math
+import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))
 
+import serve_cases
 import serve_texts
 import serve_weights
 
@@ -117,10 +120,19 @@ class Server:
     def __init__(self, name: str, broken: str = "") -> None:
         self.name, self.broken = name, broken
 
-    def ask(
+    def ask(self, operation: str, timeout: float = 0.0, **options: Any) -> Any:
+        return getattr(self, operation)(**options)
+
+    def step_time(self, prompt: list[int], new: int) -> dict[str, float]:
+        return {"ms": 2.0, "steps": new, "tokens": new}
+
+    def abort(self, prompts: list[list[int]], sampling: dict[str, Any], delays: list[float]) -> dict[str, Any]:
+        late = self.broken == "abort"
+        reasons = [{"type": "length" if late or delay > 0.1 else "abort"} for delay in delays]
+        return {"outputs": [{"ids": [], "finish_reason": reason} for reason in reasons], "flushed": True}
+
+    def generate(
         self,
-        operation: str,
-        *,
         prompts: list[list[int]],
         sampling: list[dict[str, Any]],
         together: bool = False,
@@ -136,9 +148,36 @@ class Server:
             ids = [i for i in ids if str(i) not in params.get("logit_bias", {})]
             if self.broken == "bias" and "logit_bias" in params:
                 ids = [int(next(iter(params["logit_bias"])))]
-            output = {"ids": ids, "completion_tokens": len(ids), "finish_reason": "length", "cached_tokens": 3}
+            if params.get("top_k") == serve_cases.KEPT:
+                ids = self.draw(prompt, params["sampling_seed"])
+            cached = 3 if self.broken == "cache" else len(prompt) - 1
+            output = {"ids": ids, "completion_tokens": len(ids), "finish_reason": "length", "cached_tokens": cached}
             found.append(output | {"spec_verify_ct": 5, "top": [[[-0.1, ids[0]], [-3.0, 1]]]} if ids else output)
         return found
+
+    def draw(self, prompt: list[int], seed: int) -> list[int]:
+        """Three tokens of the two likeliest that `generate` states; a broken server has another temperature."""
+        chance, ids = random.Random(seed), list(prompt)
+        temperature = serve_cases.TEMPERATURE * (0.4 if self.broken == "temperature" else 1.0)
+        for _ in range(3):
+            best = 10 + sum(ids) % 90
+            second = 1 / (1 + math.exp(2.9 / temperature))
+            ids.append(1 if chance.random() < second else best)
+        return ids[len(prompt) :] if self.broken != "support" else [*ids[len(prompt) : -1], 5]
+
+
+def test_cases_that_need_more_than_texts() -> None:
+    texts, stock = serve_texts.Texts(5), Server("stock")
+    arms = [Server(name, name) for name in ("good", "abort", "cache", "temperature", "support")]  # type: ignore[arg-type]
+    found = serve_cases.run(texts, stock, arms, draws=400)  # type: ignore[arg-type]
+    failed = {(o.case.split(" ")[0], o.arm) for o in found if not o.passed}
+    assert failed == {("T12", "abort"), ("T09", "cache"), ("T07", "temperature"), ("T07", "support")}
+    assert len(found) == 4 * len(arms)
+
+
+def test_few_draws_of_a_context_are_not_judged() -> None:
+    assert serve_cases.judge([(7,)], lambda _context: {7: 0.99, 8: 0.01}) == (0, 1.0)
+    assert serve_cases.judge([(9,)], lambda _context: {7: 0.5, 8: 0.5})[0] == 1
 
 
 def test_the_whole_comparison() -> None:
