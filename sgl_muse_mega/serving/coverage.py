@@ -1,5 +1,6 @@
 """Which steps ran in the kernels and which in SGLang, and why: counted, logged once each, summed up when quiet."""
 
+import atexit
 import logging
 import threading
 import time
@@ -59,8 +60,8 @@ class Coverage:
 class Monitor(threading.Thread):
     """Writes the summary whenever the server has been quiet for a while, and the sentence of a kernel that gave up.
 
-    Servers end their ranks by signals that nothing can catch, so a summary at exit would often be lost; and a kernel's
-    fault record lies in host memory, where it can be read while the CUDA context is already broken.
+    Servers end their ranks by signals that nothing can catch, so a summary at exit alone would often be lost; and a
+    kernel's fault record lies in host memory, where it can be read while the CUDA context is already broken.
     """
 
     def __init__(self, coverage: Coverage, fault_record: Tensor, interval: float = 0.5) -> None:
@@ -73,6 +74,7 @@ class Monitor(threading.Thread):
         self._faulted = False
 
     def run(self) -> None:
+        atexit.register(self.close)
         while True:
             time.sleep(self._interval)
             self.look(time.monotonic())
@@ -88,6 +90,12 @@ class Monitor(threading.Thread):
             self._seen, self._changed = steps, now
         elif steps != self._reported and now - self._changed >= QUIET_SECONDS:
             self._reported = steps
+            self.report()
+
+    def close(self) -> None:
+        """The summary of a process that ends by itself, if there are steps that none has told of."""
+        if self._coverage.steps != self._reported:
+            self._reported = self._coverage.steps
             self.report()
 
     def report(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_muse_mega import toolchain
-from sgl_muse_mega.config import TargetConfig
+from sgl_muse_mega.config import TargetConfig, load_target_config
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.instance import MAX_ROWS, Instance
 from sgl_muse_mega.serving import switches, tables
@@ -151,6 +151,11 @@ def _experts(cfg: Any, hf_config: Any) -> Iterator[str]:
         yield f"--moe-runner-backend is {cfg.moe_runner_backend!r}; the kernels read the experts as 'marlin' packs them"
     elif cfg.moe_runner_backend == "auto" and switches.experimental_sm103() and _is_blackwell():
         yield "--moe-runner-backend is 'auto', which is not Marlin on this GPU; add --moe-runner-backend marlin"
+    if switches.experimental_sm103() and _is_blackwell() and (layers := _bf16_layers(cfg)):
+        yield (
+            f"the experts of layers {layers} are BF16, and on this GPU SGLang shuffles such experts into an order that "
+            "the kernels do not read; use an export whose experts are all NVFP4, or leave the flag out"
+        )
     if (cfg.moe_a2a_backend or "none") != "none":
         yield f"--moe-a2a-backend is {cfg.moe_a2a_backend!r}; leave it out"
     if cfg.enable_paged_experts:
@@ -161,6 +166,18 @@ def _is_blackwell() -> bool:
     from sglang.srt.kernel_plugins.nvidia import binding
 
     return binding.device_isa() not in (None, "sm_90")
+
+
+def _bf16_layers(cfg: Any) -> list[int]:
+    """Layers whose experts the checkpoint keeps in BF16; [] also where the checkpoint is not a folder yet."""
+    folder = Path(str(cfg.model_path))
+    if not folder.is_dir():
+        return []
+    try:
+        config = load_target_config(folder)
+    except UserError:
+        return []  # `_model` says what is wrong with it
+    return [layer for layer in range(config.num_hidden_layers) if not config.nvfp4_experts(layer)]
 
 
 def _is_export(cfg: Any, hf_config: Any) -> bool:

@@ -115,7 +115,19 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         assert any(part in reason for reason in refusals())
     monkeypatch.setenv(switches.EXPERIMENTAL_SM103, "1")
     assert any("--moe-runner-backend marlin" in reason for reason in refusals())
+    # As in the published export, the first and the last layer have BF16 experts.
+    assert ["experts of layers [0, 5] are BF16" in reason for reason in refusals(moe_runner_backend="marlin")] == [True]
+    monkeypatch.setattr(reasons, "_bf16_layers", lambda _cfg: [])
     resolve(moe_runner_backend="marlin")
+
+
+def test_layers_with_bf16_experts(tmp_path: Path) -> None:
+    def found(path: object) -> list[int]:
+        return reasons._bf16_layers(SimpleNamespace(model_path=str(path)))
+
+    assert found(tiny.target_directory()) == [0, 5]
+    assert found("meta-models/not-a-folder") == []
+    assert found(tmp_path) == []  # no configuration in it
 
 
 @pytest.mark.usefixtures("hopper")

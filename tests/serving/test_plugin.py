@@ -1,6 +1,8 @@
 """Registration beside other plugins, SGLang's method signatures, the kept scales, counting and reporting."""
 
 import logging
+import subprocess
+import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ import torch
 from sgl_muse_mega import plugin
 from sgl_muse_mega.config import TargetConfig
 from sgl_muse_mega.megakernel.protocol import RECORD_COMPLETE, RECORD_WORDS
-from sgl_muse_mega.serving import coverage, hooks, reasons, scales
+from sgl_muse_mega.serving import coverage, hooks, reasons, scales, switches
 from sgl_muse_mega.serving.weights import kernel_layer
 
 
@@ -209,3 +211,45 @@ def test_a_long_list_of_unreadable_tensors_is_cut(monkeypatch: pytest.MonkeyPatc
     assert len(found) == SHOWN_PROBLEMS + 1
     assert "instead of" in found[0]
     assert "more tensors" in found[-1]
+
+
+def test_a_process_that_ends_by_itself_sums_up(caplog: pytest.LogCaptureFixture) -> None:
+    counts = coverage.Coverage()
+    monitor = coverage.Monitor(counts, torch.zeros(RECORD_WORDS, dtype=torch.int64))
+    with caplog.at_level(logging.INFO):
+        monitor.close()
+        assert caplog.text == ""
+        counts.ran("whole steps")
+        counts.declined("extend steps")
+        for _ in range(2):
+            monitor.close()
+    assert caplog.text.count("summary: steps in the kernels: 1 whole steps; in SGLang's own code: 1 extend steps") == 1
+    counts.rank = 3
+    counts.ran("whole steps")
+    monitor.close()
+    assert caplog.text.count("summary") == 1  # one rank speaks for all
+
+
+def test_the_summary_is_written_at_exit(metadata: Path) -> None:
+    """In a process of its own, whose monitor has had no time to find it quiet."""
+    program = """
+import logging, time, torch
+from sgl_muse_mega.serving.coverage import Coverage, Monitor
+logging.basicConfig(level=logging.INFO)
+counts = Coverage()
+Monitor(counts, torch.zeros(16, dtype=torch.int64)).start()
+time.sleep(0.2)
+counts.ran("decode steps")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.count("Muse megakernel summary: steps in the kernels: 1 decode steps") == 1
+
+
+def test_only_a_process_that_serves_hooks_the_loader(monkeypatch: pytest.MonkeyPatch, metadata: Path) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    monkeypatch.setattr(HookRegistry, "_hooks", HookRegistry._hooks.__class__(list))
+    for value, hooked in (("", []), ("0", []), ("1", [scales.TARGET])):
+        monkeypatch.setenv(switches.SERVING, value)
+        plugin.register.__wrapped__()
+        assert list(HookRegistry._hooks) == hooked

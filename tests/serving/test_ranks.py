@@ -1,5 +1,6 @@
 """Several ranks: SGLang's shares as the kernels', a step of all ranks together, and how they find each other."""
 
+import logging
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,7 +209,7 @@ def test_models_are_checked_on_every_rank(runner: Any, monkeypatch: pytest.Monke
     assert any("layers.0.qkv has shape" in reason for reason in whole)
 
 
-def test_mailboxes_are_connected_at_build(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mailboxes_are_connected_at_build(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Several ranks meet over the server's own group before anything is built; a single one asks nobody."""
     import sys
 
@@ -245,7 +246,9 @@ def test_mailboxes_are_connected_at_build(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(spec, "build_on", build_on)
     context = SimpleNamespace(deadline_s=60.0, tokens_per_request=8)
-    spec.build(None, None, context)
+    with caplog.at_level(logging.INFO):
+        spec.build(None, None, context)
+    assert "0 MiB beyond SGLang's weights, which it reads where they are" in caplog.text
     assert met == [(1, 4, "the ranks", driver)]
     assert mails == ["mail"]
     assert isinstance(spec._KEPT[0], Memory)  # or the mailboxes would go while kernels write to them

@@ -1,5 +1,6 @@
 """The whole step's place in SGLang's worker: which batches it takes, and what the scheduler gets back."""
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,7 +114,9 @@ def test_what_the_scheduler_gets(served: Any, monkeypatch: pytest.MonkeyPatch) -
     assert out.logits_output.hidden_states is None
 
 
-def test_the_class_is_wrapped_and_steps_are_counted(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_class_is_wrapped_and_steps_are_counted(
+    served: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
     stock: list[Any] = []
@@ -132,7 +135,12 @@ def test_the_class_is_wrapped_and_steps_are_counted(served: Any, monkeypatch: py
     first = batch()
     served.forward_batch_generation(first)
     assert stock == [first]  # nothing is built yet
-    served.init_cuda_graphs()
+    with caplog.at_level(logging.INFO):
+        served.init_cuda_graphs()
+    assert "MiB for the whole step" in caplog.text
+    assert (
+        "steps of one request, greedy or sampled, run whole (draft, verify, accept, cache) as one graph" in caplog.text
+    )
     assert stock[1:] == ["graphs"]
     mine, prompt, grammar = batch(), batch("EXTEND"), batch(has_grammar=True)
     for _ in range(2):
