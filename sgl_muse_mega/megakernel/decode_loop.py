@@ -11,11 +11,13 @@ from sgl_muse_mega.megakernel.decode_request import Report, read_report, request
 from sgl_muse_mega.megakernel.decode_step import DecodeStep
 from sgl_muse_mega.speculative.backend import check_prompt
 from sgl_muse_mega.speculative.calibration import State
+from sgl_muse_mega.speculative.rows import RowPlan
 from sgl_muse_mega.speculative.sampling import SamplingParams
-from sgl_muse_mega.speculative.width import CostTable
 
 AHEAD = 2
 """Steps in flight: while one runs, the next is already enqueued, and the host reads the one before."""
+
+CHAIN = RowPlan()
 
 
 class DecodeLoop:
@@ -52,6 +54,13 @@ class DecodeLoop:
             self.length += len(chunk)
         return self.decode.step.activations.logits[len(chunk) - 1].cpu().clone()
 
+    @property
+    def calibration(self) -> State:
+        """What the steps of this sequence have learnt; waits for those that were enqueued ahead."""
+        self._machine.synchronize()
+        state: State = self.decode.state.calibration.cpu().numpy().copy()
+        return state
+
     def begin(
         self,
         anchor: int,
@@ -60,19 +69,14 @@ class DecodeLoop:
         width: int,
         max_new_tokens: int,
         stop_ids: Collection[int],
-        nodes: int = 0,
-        cost: CostTable | None = None,
-        prior: State | None = None,
+        plan: RowPlan = CHAIN,
     ) -> None:
-        """Decoding starts behind `anchor`, the first new token; steps have `width` rows where the context allows it.
-
-        nodes: rows of a tree of this width, if it is not 0. cost: float32 [rows + 1], of steps that choose how many of
-        their rows to verify. prior: what the calibration of this choice, and of the tree's, starts from.
-        """
+        """Decoding starts behind `anchor`, the first new token; steps are as wide as `width` and `plan` say where the
+        context allows it."""
         words = request_words(params, max_new_tokens=max_new_tokens, max_context=self.max_context, stop_ids=stop_ids)
         self._drain()
-        self.decode.begin(anchor, self.length, words, costs=cost, prior=prior)
-        self._width, self._nodes, self._auto = width, nodes, cost is not None
+        self.decode.begin(anchor, self.length, words, plan)
+        self._width, self._nodes, self._auto = width, plan.nodes or 0, plan.cost is not None
         self._launched = self._read = 0
 
     def next_step(self) -> Report:
@@ -82,14 +86,13 @@ class DecodeLoop:
             # width depends on it.
             moved = (self._launched - self._read) * self._width
             room = self.max_context - 1 - self.length - moved
-            if moved and room < self._width:
+            if moved and room < max(self._width, self._nodes):
                 break
-            width = min(self._width, room)
-            if width < 1:
+            if room < 1:
                 break
             if self.mark:
                 self.mark(True)
-            self._replay_step(width)
+            self._replay_step(min(self._width, room), min(self._nodes, room))
             if self.mark:
                 self.mark(False)
             self._launched += 1
@@ -98,10 +101,10 @@ class DecodeLoop:
         self.length = report.length
         return report
 
-    def _replay_step(self, width: int) -> None:
-        nodes, auto = self._nodes, self._auto
+    def _replay_step(self, width: int, nodes: int) -> None:
         kind = f"tree of {nodes}" if nodes else "step"
-        self.replay(f"automatic {kind}" if auto else kind, width, partial(self.decode.launch, nodes=nodes, auto=auto))
+        launch = partial(self.decode.launch, nodes=nodes, auto=self._auto)
+        self.replay(f"automatic {kind}" if self._auto else kind, width, launch)
 
     def _wait(self, step: int) -> Report:
         if self._machine.device.type != "cuda":

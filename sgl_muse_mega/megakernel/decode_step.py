@@ -13,8 +13,7 @@ from sgl_muse_mega.megakernel.draft_scratch import DecodeState
 from sgl_muse_mega.megakernel.draft_step import DraftStep
 from sgl_muse_mega.megakernel.scratch import chain_ancestors
 from sgl_muse_mega.megakernel.step import Step
-from sgl_muse_mega.speculative.calibration import State, default_prior
-from sgl_muse_mega.speculative.width import CostTable
+from sgl_muse_mega.speculative.rows import RowPlan
 
 
 class DecodeStep:
@@ -77,17 +76,17 @@ class DecodeStep:
         inputs.length.fill_(length)
         self.state.state.copy_(torch.tensor(state_words(start=length, committed=len(tokens))))
 
-    def begin(
-        self, anchor: int, length: int, request: Words, *, costs: CostTable | None = None, prior: State | None = None
-    ) -> None:
+    def begin(self, anchor: int, length: int, request: Words, plan: RowPlan | None = None) -> None:
         """Makes the next step the first of a sequence whose first new token, the anchor, is known.
 
-        costs: float32 [row_cap + 1], for automatic steps; prior: what the calibration starts from.
+        plan: the calibration that trees and automatic steps start from, and the latter's costs.
         """
         self.seek([anchor], length)
-        self.state.calibration.copy_(torch.from_numpy(default_prior() if prior is None else prior))
-        if costs is not None:
-            self.state.costs[: len(costs)].copy_(torch.from_numpy(costs))
+        if plan is not None and plan.learns:
+            self.state.calibration.copy_(torch.from_numpy(plan.first_state()))
+        if plan is not None and plan.cost is not None:
+            rows = min(len(plan.cost), len(self.state.costs))
+            self.state.costs[:rows].copy_(torch.from_numpy(plan.cost[:rows]))
         self.state.request.copy_(torch.tensor(request))
         self.state.state.copy_(torch.tensor(state_words(emitted=1)))
         self.state.outputs.zero_()

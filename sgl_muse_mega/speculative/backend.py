@@ -2,12 +2,16 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from sgl_muse_mega.errors import UserError
+from sgl_muse_mega.speculative.calibration import State
 from sgl_muse_mega.speculative.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from sgl_muse_mega.speculative.rows import RowPlan  # it builds on this module
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,10 @@ class StepReport(Protocol):
         """What the step added to the text, cut behind the token that ends it."""
 
     @property
+    def rows(self) -> int:
+        """Rows that were verified for their own sake."""
+
+    @property
     def accepted(self) -> int:
         """Drafts the target kept, before cutting."""
 
@@ -125,13 +133,24 @@ class StepBackend(Protocol):
 
     def prefill(self, ids: Sequence[int]) -> Tensor: ...
 
+    @property
+    def calibration(self) -> State:
+        """What the steps of this text have learnt, if its plan learns."""
+
     def begin(
-        self, anchor: int, params: SamplingParams, *, width: int, max_new_tokens: int, stop_ids: Collection[int]
+        self,
+        anchor: int,
+        params: SamplingParams,
+        *,
+        width: int,
+        max_new_tokens: int,
+        stop_ids: Collection[int],
+        plan: "RowPlan",
     ) -> None:
         """Decoding starts behind `anchor`, the first of `max_new_tokens` new tokens."""
 
     def next_step(self) -> StepReport:
-        """Run the next step of min(width, max_context - 1 - length) rows, or wait for it if it was started ahead."""
+        """Run the next step, of at most max_context - 1 - length rows, or wait for it if it was started ahead."""
 
 
 def check_prompt(ids: Sequence[int], max_context: int) -> None:

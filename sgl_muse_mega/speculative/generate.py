@@ -113,6 +113,8 @@ class Generation:
     @property
     def calibration(self) -> State:
         """What trees and automatic widths have learnt about the draft so far; another text's plan can start with it."""
+        if self._plan.learns and self.stats.steps and isinstance(self._backend, StepBackend):
+            return self._backend.calibration
         return self._state
 
     def __iter__(self) -> Iterator[StepEvent]:
@@ -134,6 +136,7 @@ class Generation:
                 width=self._width,
                 max_new_tokens=self._max_new_tokens,
                 stop_ids=self._stop_ids,
+                plan=self._plan,
             )
         self.stats.prefill_seconds = time.perf_counter() - start
         return StepEvent(0, tokens, 0, 0, reason)
@@ -141,12 +144,11 @@ class Generation:
     def _whole_step(self, backend: StepBackend) -> StepEvent:
         """A step that the backend runs by itself; its seconds are the time the host waited."""
         start, stats = time.perf_counter(), self.stats
-        width = min(self._width, backend.max_context - 1 - backend.length)
         report = backend.next_step()
         stats.verify_seconds += time.perf_counter() - start
         tokens, reason = report.tokens, cast(FinishReason | None, report.reason)
-        self._count_step(tokens, reason, width)
-        return StepEvent(stats.steps, tokens, width - 1, report.accepted, reason)
+        self._count_step(tokens, reason, report.rows)
+        return StepEvent(stats.steps, tokens, report.rows - 1, report.accepted, reason)
 
     def _step(self) -> StepEvent:
         if isinstance(self._backend, StepBackend):
@@ -268,7 +270,7 @@ def generate(
         raise UserError(f"Verify width {width} needs a draft and none is loaded; load one or use width 1.")
     plan = plan or RowPlan()
     plan.check(width)
-    if plan.learns and not isinstance(backend, TreeBackend):
+    if plan.learns and not isinstance(backend, TreeBackend | StepBackend):
         raise UserError("This backend verifies chains of a fixed width; leave out the tree and the automatic width.")
     if plan.nodes is not None and plan.nodes > backend.width_limit:
         raise UserError(f"A tree of {plan.nodes} nodes is too large, {backend.width_limit} are possible; use fewer.")

@@ -1,6 +1,7 @@
 """A small draft on the emulator beside the reference draft, over a random paged context."""
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,8 +42,9 @@ class DraftCase:
 
     def __init__(
         self, config: DraftConfig, *, row_cap: int = 8, sms: int = 3, seed: int = 1, max_context: int = 400,
-        first_epoch: int = 0,
+        first_epoch: int = 0, sources: Path | None = None,
     ) -> None:  # fmt: skip
+        """sources: another folder than the package's csrc."""
         generator = torch.Generator().manual_seed(seed)
         self.config, self.row_cap, self.generator = config, row_cap, generator
         vocabulary = (config.vocab_size, config.hidden_size)
@@ -50,7 +52,7 @@ class DraftCase:
         lm_head = (torch.randn(vocabulary, generator=generator) * 4 * config.hidden_size**-0.5).to(torch.bfloat16)
         weights = random_draft(config, seed)
         self.reference = ReferenceDraft(config, weights, embedding, lm_head, EMBEDDING_EPS)
-        self.emulator = Emulator(sms=sms)
+        self.emulator = Emulator(sms=sms, sources=sources)
         device = self.emulator.device
         self.inputs = StepInputs.allocate(row_cap, max_context + row_cap, device)
         shape = (row_cap, len(config.target_layer_ids), config.hidden_size)

@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,8 +29,9 @@ CONTEXT = 300
 class AcceptCase:
     """One verify step's results for the kernel and for the rules."""
 
-    def __init__(self, first_epoch: int = 0) -> None:
-        self.emulator = Emulator(sms=2 * ROW_CAP)  # two CTAs a row
+    def __init__(self, first_epoch: int = 0, sources: Path | None = None) -> None:
+        """sources: another folder than the package's csrc."""
+        self.emulator = Emulator(sms=2 * ROW_CAP, sources=sources)  # two CTAs a row
         self.inputs = StepInputs.allocate(ROW_CAP, CONTEXT + ROW_CAP, self.emulator.device)
         self.inputs.full_pages.copy_(torch.arange(CONTEXT + ROW_CAP) * 3 + 1)
         self.inputs.sliding_pages.copy_(torch.arange(CONTEXT + ROW_CAP) * 5 + 2)

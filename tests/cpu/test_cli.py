@@ -234,7 +234,6 @@ def refused(result: tuple[int, str, str]) -> str:
         (["x", "--width", "4", "--no-draft"], "Verify width 4 needs a draft"),
         (["x", "--width", "wide"], "a number or auto, found 'wide'"),
         (["x", "--width", "auto", "--no-draft"], "--width auto needs a draft"),
-        (["x", "--width", "auto", "--backend", "emulator"], "reference backend, not on emulator"),
         (["x", "--width", "auto", "--cost-table", "/no/such/file"], "/no/such/file cannot be read"),
         (["x", "--cost-table", "there.json"], "--cost-table is for automatic widths"),
         (["x", "--tree", "--no-draft"], "--tree needs a draft"),

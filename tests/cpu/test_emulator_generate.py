@@ -15,7 +15,14 @@ def generate(backend: str, *options: str) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("options", [("--width", "4"), ("--no-draft", "--kv-cache-dtype", "fp8")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--width", "4"),
+        ("--no-draft", "--kv-cache-dtype", "fp8"),
+        ("--tree", "--nodes", "6", "--width", "4", "--kv-cache-dtype", "fp8"),
+    ],
+)
 def test_the_emulator_decodes_what_the_reference_decodes(options: tuple[str, ...]) -> None:
     length = ("--max-new-tokens", "6", "--ignore-eos")
     ours, theirs = (generate(backend, *options, *length) for backend in ("emulator", "reference"))
