@@ -18,7 +18,7 @@ def inputs() -> StepInputs:
     return StepInputs.allocate(8, POSITIONS, CPU)
 
 
-@given(length=st.integers(0, POSITIONS), page=st.sampled_from([1, 4, 16]), seed=st.integers(0, 99))
+@given(length=st.integers(0, POSITIONS), page=st.sampled_from([1, 4, 16, 64, 256]), seed=st.integers(0, 99))
 @settings(max_examples=40, deadline=None)
 def test_page_tables(length: int, page: int, seed: int) -> None:
     """Pages in any order; entries past the length are another request's."""
