@@ -90,9 +90,8 @@ def measure(servers: Sequence[Server], problems: Sequence[Problem], options: arg
             record["runs"].append(run)
             print(
                 f"{name}{turn + 1}: {run['right']} of {run['questions']} right, {run['failed']} failed, "
-                f"{run['truncated']} cut at {options.max_new_tokens} tokens, {run['tokens']} tokens, "
-                f"{run['without_accept_length']} without an accept length; acceptance {run['acceptance']} "
-                f"({run['acceptance_because']})" + ("" if run["cleared"] else "; the prefix cache was not emptied"),
+                f"{run['truncated']} cut at {options.max_new_tokens} tokens, {run['tokens']} tokens"
+                f"{_speculation_line(server, run)}{'' if run['cleared'] else '; the prefix cache was not emptied'}",
                 flush=True,
             )
             for number, answer in zip(itertools.count(1), run["answers"], strict=False):

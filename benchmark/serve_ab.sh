@@ -119,7 +119,7 @@ for round in $(seq "$rounds"); do
         python3 "$here/bench_gsm8k.py" --url "http://127.0.0.1:$port" --json "$out/$name.json" "${questions[@]}" "$@" ||
             failed=1
         stop_server
-        grep -h "megakernel" "$out/$name.log" | tail -n 4 || true
+        grep -hE "(NVIDIA|Muse) megakernel" "$out/$name.log" | tail -n 4 | cut -c 1-400 || true
     done
 done
 

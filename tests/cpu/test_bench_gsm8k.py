@@ -170,6 +170,17 @@ def test_a_cache_that_stays_is_said(
     assert "the prefix cache was not emptied" in capsys.readouterr().out
 
 
+def test_a_server_without_speculation(
+    start: Callable[..., FakeServer], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = start("no meta", at=0, environment=REAL, speculative_algorithm=None, speculative_num_draft_tokens=None)
+    status, _ = bench(tmp_path, data, server.url, "--runs", "1")
+    printed = capsys.readouterr().out
+    assert status == 0
+    assert "no speculation" in printed
+    assert "without an accept length" not in printed
+
+
 def test_simulated_acceptance(
     start: Callable[..., FakeServer], data: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
