@@ -126,6 +126,7 @@ class Servers:
         environment = dict(self._base)
         arguments = arguments | {"port": 31000 + 200 * len(self.arms)}
         if step is not None:
+            environment["SGLANG_MUSE_MEGA_EXPERIMENTAL_TP"] = "1"  # heard with several GPUs alone
             arguments["enable_nvidia_megakernel"] = True
             environment["SGLANG_MUSE_MEGA_STEP"] = step
         if weights:

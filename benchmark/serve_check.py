@@ -6,7 +6,8 @@
 text: the bundled pair; greedy texts of --problems questions and the field reports' cases (serve_texts.py), accept
 lengths within 3 %. time: 14 layers of one rank of four with random weights (serve_weights.py), ms per step at width 8
 (target's forward alone, and the whole step) and at T = 1, stock and plugin in turns. FOLDER is that of stock_step.py.
-Exit status 1 when anything fails.
+With --tp 2 or 4 every server has as many GPUs, and each of them the sizes of one rank of four. Exit status 1 when
+anything fails.
 """
 
 import argparse
@@ -31,10 +32,10 @@ def check_texts(servers: Servers, options: argparse.Namespace, record: dict[str,
 
     plain = common(
         model_path=str(tiny.target_directory()), context_length=serve_texts.CONTEXT, max_running_requests=4,
-        cuda_graph_bs_decode=[1, 2, 4],
+        cuda_graph_bs_decode=[1, 2, 4], tp_size=options.tp, ep_size=options.tp,
     )  # fmt: skip
     dflash = plain | speculative(str(tiny.draft_directory()))
-    wanted = options.arms.split(",")
+    wanted = [name for name in options.arms.split(",") if options.tp == 1 or name != "full"]
     stock = servers.start("stock", dflash)
     arms = [servers.start(name, dflash, name) for name in wanted if name != "t1"]
     single = []
@@ -52,9 +53,13 @@ def check_texts(servers: Servers, options: argparse.Namespace, record: dict[str,
     if single and not {arm.name for arm in single} & set(record["failed"]):
         answers = [texts.answer_all(arm) for arm in single]
         note(serve_texts.compare("texts, T = 1", single[0], single[1], texts.prompts, *answers), record)
-        for arm in (stock, *up):  # T01: speculation changes no text
+        for arm in (stock, *up):  # T01: speculation changes no text; what stock's own changes is said beside it
             ours = texts.answer_all(arm)
-            note(serve_texts.compare("T01 no speculation", single[0], arm, texts.prompts, answers[0], ours), record)
+            found = serve_texts.compare("T01 no speculation", single[0], arm, texts.prompts, answers[0], ours)
+            if arm is stock:
+                say(found.line())
+            else:
+                note(found, record)
     lengths = record["accept_length"]
     for name in (arm.name for arm in up):
         change = lengths[name] / lengths["stock"] - 1
@@ -89,6 +94,7 @@ def main() -> int:
     parser.add_argument("--stock", type=Path, required=True, help="folder of the rival's scripts and packages")
     parser.add_argument("--parts", default="text,time")
     parser.add_argument("--problems", type=int, default=100)
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of every server; whole steps run on one alone")
     parser.add_argument("--draws", type=int, default=600, help="sampled requests of T07 for each server")
     parser.add_argument("--arms", default="target,full,t1", help="servers with the plugin of the part text")
     parser.add_argument("--pairs", default="w8.full,w8.target,t1", help="what the part time compares")
@@ -101,7 +107,7 @@ def main() -> int:
     options = parser.parse_args()
     stock = options.stock.resolve()
     options.logs.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = {"near_tie_nats": serve_texts.NEAR_TIE, "shape": serve_times.SHAPE}
+    record: dict[str, Any] = {"near_tie_nats": serve_texts.NEAR_TIE, "shape": serve_times.SHAPES[options.tp]}
     parts = options.parts.split(",")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end with this process
     with tempfile.TemporaryDirectory() as folder:
@@ -143,11 +149,11 @@ def save(record: dict[str, Any], options: argparse.Namespace) -> None:
         options.json.write_text(json.dumps({"environment": environment, **record}))
     if options.save:
         ratios = record.get("time", {}).get("ratio", {})
-        figures = {
-            name: Figure.of(ratios[part], "ratio")
-            for name, part in (("serve.w8.ratio_stock", "w8.full"), ("serve.t1.ratio_stock", "t1"))
-            if part in ratios
-        }
+        names = {
+            1: (("serve.w8.ratio_stock", "w8.full"), ("serve.t1.ratio_stock", "t1")),
+            2: (("tp2.w8.ratio_stock", "w8.target"),),
+        }.get(options.tp, ())
+        figures = {name: Figure.of(ratios[part], "ratio") for name, part in names if part in ratios}
         print(results.save("serve_check", environment, record, figures))
 
 

@@ -13,7 +13,8 @@ from serve_arms import Arm, common, speculative
 
 Say = Callable[[str], None]
 
-SHAPE = "14 64 2 32 4 8"
+# layers, experts, experts per token, heads, KV heads, width: on every GPU what one rank of four has
+SHAPES = {1: "14 64 2 32 4 8", 2: "14 128 4 64 8 8", 4: "14 256 8 128 16 8"}
 PROMPT, NEW = 1024, 192
 ATTENTION = ("_fwd_kernel", "_fwd_grouped_kernel_stage1", "_fwd_kernel_stage2")
 BOUNDS = {"w8.full": 1.7, "w8.target": 1.7, "t1": 1.8}
@@ -30,17 +31,18 @@ def check(
 ) -> None:
     """Fills the record. Two servers at a time are on the GPU (up to 100 GB), and only one of them works."""
     models = work / "models"
-    command = [sys.executable, str(stock / "make_models.py"), str(models), *SHAPE.split()]
+    command = [sys.executable, str(stock / "make_models.py"), str(models), *SHAPES[options.tp].split()]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     plain = common(
         model_path=str(models / "target"), load_format="dummy", context_length=8192, max_running_requests=1,
         cuda_graph_bs_decode=[1], disable_radix_cache=True, chunked_prefill_size=2048, page_size=64,
+        tp_size=options.tp, ep_size=options.tp,
     )  # fmt: skip
     dflash = plain | speculative(str(models / "draft"))
     prompt = [(i * 7919) % 200000 for i in range(PROMPT)]
     record |= {"ms": {}, "steps": {}, "ratio": {}}
     rivals: dict[bool, Arm] = {}
-    pairs = options.pairs.split(",")
+    pairs = [pair for pair in options.pairs.split(",") if options.tp == 1 or pair != "w8.full"]
     for pair in pairs:
         single = pair == "t1"
         arguments = plain if single else dflash

@@ -188,3 +188,53 @@ def test_the_whole_comparison() -> None:
     assert failed == {("T04 bias -100", "bad")}
     assert record["accept_length"] == {"stock": 6.0, "good": 6.0, "bad": 6.0}
     assert len(said) == len(record["outcomes"]) + 1
+
+
+@pytest.mark.parametrize(("ranks", "arms", "pairs"), [(1, "target,full,t1", "w8.full,t1"), (2, "target", "t1")])
+def test_servers_of_the_parts(
+    ranks: int, arms: str, pairs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which servers start for one GPU and for two; whole steps run on one alone."""
+    import serve_check
+    import serve_times
+
+    started: list[tuple[str, dict[str, Any], str | None]] = []
+
+    class Arm(Server):
+        def ready(self, _timeout: float) -> float:
+            return 1.0
+
+        def stop(self) -> None:
+            pass
+
+        def profile(self, **_: Any) -> dict[str, float]:
+            return {"steps": 4, "_fwd_kernel ": 4000.0}
+
+        def step_time(self, prompt: list[int], new: int) -> dict[str, float]:
+            return {"ms": 2.0 if "plugin" in self.name else 4.0, "steps": new, "tokens": new}
+
+    class Servers:
+        def start(self, name: str, arguments: dict[str, Any], step: str | None = None, weights: bool = False) -> Arm:
+            started.append((name, arguments, step))
+            return Arm(name)
+
+    options = SimpleNamespace(
+        arms="target,full,t1" if ranks == 1 else "target,full", pairs="w8.full,t1", tp=ranks, problems=12, timeout=1.0,
+        draws=30, rounds=2,
+    )  # fmt: skip
+    record: dict[str, Any] = {"failed": []}
+    serve_check.check_texts(Servers(), options, record)  # type: ignore[arg-type]
+    assert record["failed"] == []
+    assert {name for name, *_ in started} >= {"stock", *(name for name in arms.split(",") if name != "t1")}
+    assert ("plugin-t1" in [name for name, *_ in started]) is ("t1" in arms)
+    assert all(a["tp_size"] == a["ep_size"] == ranks for _, a, _ in started)
+    assert ("full" in [step for *_, step in started]) is (ranks == 1)
+    started.clear()
+    monkeypatch.setattr(serve_times.subprocess, "run", lambda command, **_: None)
+    timed: dict[str, Any] = {"failed": []}
+    serve_times.check(Servers(), tmp_path, tmp_path, options, timed, lambda _text: None)  # type: ignore[arg-type]
+    assert timed["failed"] == []
+    assert set(timed["ms"]) == set(pairs.split(","))
+    assert timed["ratio"]["t1"] == [2.0, 2.0]
+    if ranks == 1:
+        assert timed["ratio"]["w8.full.without_attention"] == [1.5, 1.5]
