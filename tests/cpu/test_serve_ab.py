@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))
 import serve_http
 
 ROOT = Path(__file__).parents[2]
+PROGRAMS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # python3 is this one
 
 SERVER = """
 import json, os, signal, subprocess, sys, time
@@ -57,8 +58,7 @@ def run(tmp_path: Path, how: str, *more: str, port: int | None = None) -> Any:
     bench = ["--", "--data", str(data), "--runs", "1", "--warmup", "0"]
     command = ["bash", str(ROOT / "benchmark" / "serve_ab.sh"), "--out", str(tmp_path / "out"), "--model", "real"]
     command += ["--port", str(port or free_port()), *more, *bench]
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "SERVE_AB_SERVER": f"{sys.executable} {server}", "PATH": path}
+    environment = {**os.environ, "SERVE_AB_SERVER": f"{sys.executable} {server}", "PATH": PROGRAMS}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     servers = [json.loads(line) for line in record.read_text().splitlines()]
     return SimpleNamespace(
@@ -157,7 +157,7 @@ def test_ends_its_server_when_it_is_ended(tmp_path: Path) -> None:
     """The script is told to end while it waits."""
     record, server = tmp_path / "servers", tmp_path / "server.py"
     server.write_text(SERVER.format(tests=str(Path(__file__).parent), record=str(record), how="waits"))
-    environment = {**os.environ, "SERVE_AB_SERVER": f"{sys.executable} {server}"}
+    environment = {**os.environ, "SERVE_AB_SERVER": f"{sys.executable} {server}", "PATH": PROGRAMS}
     script = str(ROOT / "benchmark" / "serve_ab.sh")
     command = ["bash", script, "--out", str(tmp_path / "out"), "--model", "real", "--port", str(free_port())]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
