@@ -4,6 +4,9 @@ import json
 import os
 import shutil
 import stat
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -167,6 +170,37 @@ def test_of_many_that_ask_at_once_one_compiles(compiler: Path) -> None:
         paths = {a.path for a in pool.map(lambda _: build(instance()), range(8))}
     assert len(paths) == 1
     assert runs(compiler) == 1
+
+
+def test_ranks_of_a_server_compile_once_and_outlive_one_that_is_killed(compiler: Path, tmp_path: Path) -> None:
+    """Processes with a cold cache: the one that compiles is killed, another goes on."""
+    program = (
+        "from test_build import build, instance\n"
+        "print(build(instance()).path.read_text(), end='')"
+    )  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    slow = compiler.read_text().replace("sleep 0.2", f"while [ -f {tmp_path}/hold ]; do sleep 0.05; done")
+    compiler.write_text(slow)
+    (tmp_path / "hold").write_text("")
+
+    def start() -> "subprocess.Popen[str]":
+        return subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+
+    def compiling(count: int) -> None:
+        deadline = time.monotonic() + 60
+        while runs(compiler) < count and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert runs(compiler) == count
+
+    ranks = [start()]
+    compiling(1)
+    ranks.append(start())
+    ranks[0].kill()
+    compiling(2)
+    (tmp_path / "hold").unlink()
+    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["", "cubin\n"]
+    assert runs(compiler) == 2
+    assert build(instance()).seconds == 0  # a second start compiles nothing
 
 
 def test_a_folder_that_cannot_be_written_is_named(
