@@ -10,7 +10,8 @@ questions come first and are not counted. --compare asks two servers in turns, A
 Clocks, power and reasons for lower clocks of this machine's GPUs are beside the figures.
 
 Runs with simulated acceptance are refused; with --allow-simulated they are marked as such. Exit status 1 when a
-question failed, 2 when the server could not be asked to the end. The HTTP client, httpx, comes with SGLang.
+question failed, 2 when the server could not be asked to the end. The HTTP client, httpx, comes with SGLang; a server's
+API key is taken from SGLANG_API_KEY.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """A running SGLang server as `bench_gsm8k.py` asks it: one streamed request at a time, over either of its APIs."""
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -70,8 +71,10 @@ class Server:
         self.url, self._asking = url.rstrip("/"), asking
         self._text = Text(tokenizer) if tokenizer else None
         timeout = httpx.Timeout(asking.timeout, connect=10.0)
+        key = os.environ.get("SGLANG_API_KEY")  # not an option, which would end up beside the results
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         # No proxy: a benchmark's server is where its address says.
-        self._client = httpx.Client(base_url=self.url, timeout=timeout, trust_env=False)
+        self._client = httpx.Client(base_url=self.url, timeout=timeout, trust_env=False, headers=headers)
         self.info = self._get("/server_info")
         self._whole = not self.info.get("incremental_streaming_output")  # native pieces repeat what came before
         self._model = self._get("/v1/models")["data"][0]["id"] if asking.api == "chat" else ""

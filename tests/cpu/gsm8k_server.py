@@ -22,6 +22,7 @@ class FakeServer:
             "internal_states": [{"avg_spec_accept_length": 4.1, "env_vars": environment}],
         } | info  # fmt: skip
         self.asked: list[dict[str, Any]] = []
+        self.authorizations: set[str | None] = set()
         self.cleared = 0
         handler = type("Handler", (_Handler,), {"server_state": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
@@ -51,11 +52,13 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
+        self.server_state.authorizations.add(self.headers.get("Authorization"))
         found = {"/health": {}, "/server_info": self.server_state.info, "/v1/models": {"data": [{"id": "spark"}]}}
         self._send(found[self.path])
 
     def do_POST(self) -> None:
         state = self.server_state
+        state.authorizations.add(self.headers.get("Authorization"))
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
         if self.path.startswith("/flush_cache"):
             state.cleared += 1

@@ -19,6 +19,7 @@ import gsm8k_numbers
 from gpu_state import GpuState
 from gsm8k_client import Answer
 
+from sgl_muse_mega import results
 from sgl_muse_mega.commands.problems import read_problems
 
 REAL = {"SGLANG_SIMULATE_ACC_LEN": "-1"}
@@ -211,6 +212,19 @@ def test_simulated_acceptance(
 def test_accepted_drafts_without_any_spread(histogram: list[int], state: str) -> None:
     answers = [Answer(histogram=histogram[:4]), Answer(histogram=[0] * 4 + histogram[4:])]
     assert gsm8k_numbers.acceptance({}, answers, drafts=7)[0] == state
+
+
+def test_saved_results_and_the_key(
+    start: Callable[..., FakeServer], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "results_directory", lambda: tmp_path / "results")
+    monkeypatch.setenv("SGLANG_API_KEY", "a secret")
+    server = start(environment=REAL)
+    assert bench(tmp_path, data, server.url, "--runs", "1", "--save")[0] == 0
+    assert server.authorizations == {"Bearer a secret"}
+    (saved,) = (tmp_path / "results").glob("gsm8k-*-cpu.json")
+    assert json.loads(saved.read_text())["spread"]["A"]["accept_pooled"]["median"] == pytest.approx(4.0)
+    assert "a secret" not in saved.read_text()
 
 
 def test_tokenizer_needs_the_native_api(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
