@@ -103,6 +103,19 @@ def fresh_process(metadata: Path) -> Iterator["subprocess.Popen[str]"]:
     process.kill()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def sglang_ranks(request: pytest.FixtureRequest) -> Iterator["subprocess.Popen[str] | None"]:
+    """Two ranks of SGLang load the checkpoint, beside the other tests, when their test is among these."""
+    if not any("sglang_ranks" in getattr(item, "originalname", "") for item in request.session.items):
+        yield None
+        return
+    checkpoint = request.getfixturevalue("checkpoint")
+    program = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("sglang_ranks.py")), str(checkpoint)]
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    yield process
+    process.kill()
+
+
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     _device(monkeypatch, "sm_90")

@@ -1,6 +1,8 @@
 """Several ranks: SGLang's shares as the kernels', a step of all ranks together, and how they find each other."""
 
+import json
 import logging
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -256,3 +258,12 @@ def test_mailboxes_are_connected_at_build(monkeypatch: pytest.MonkeyPatch, caplo
     spec.build(None, None, context)
     assert len(met) == 1
     assert mails[1].ranks == 1
+
+
+def test_sglang_ranks(sglang_ranks: "subprocess.Popen[str]") -> None:
+    """SGLang's own loader has split the checkpoint as `share` above does, and as the kernels read it."""
+    output, _ = sglang_ranks.communicate(timeout=300)
+    found = [json.loads(line) for line in output.splitlines() if line.startswith('{"place"')]
+    assert sorted(each["place"] for each in found) == [[0, 2], [1, 2]], output[-3000:]
+    for each in found:
+        assert (each["problems"], each["different"], each["gathered"]) == ([], [], ["rank 0", "rank 1"])
