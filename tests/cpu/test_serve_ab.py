@@ -101,7 +101,9 @@ def test_both_servers_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_a_server_that_ends(tmp_path: Path) -> None:
-    found = run(tmp_path, "dies")
+    found = run(tmp_path, "dies", "--tp", "2")
+    assert [step for *_, step in found.servers] == [None, "target"]  # whole steps run on one GPU alone
+    assert all(words[words.index("--tp") + 1] == "2" for words, *_ in found.servers)
     assert found.status == 1
     assert "plugin-1 ended before it was up" in found.text
     assert "no GPU is visible" in found.text  # its log
