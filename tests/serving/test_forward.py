@@ -14,7 +14,7 @@ from torch import Tensor
 from sgl_muse_mega.emulator.machine import Launch
 from sgl_muse_mega.emulator.stepper import Emulator
 from sgl_muse_mega.serving import hooks
-from sgl_muse_mega.serving.spec import build_on
+from sgl_muse_mega.serving.spec import build_on, split_head
 from sgl_muse_mega.serving.target import TargetMegakernel
 
 PROMPT, NEW = 45, 9  # past the window of 24
@@ -105,8 +105,12 @@ def close(ours: Tensor, theirs: Tensor) -> None:
     assert difference[int(0.7 * len(difference))] < 0.03
 
 
-def test_decode_steps_of_a_whole_text(runner: Any, built: Any, stock: tuple[Tensor, Tensor], monkeypatch: Any) -> None:
-    """Prefill by SGLang, then every token through plan and forward, reading and writing SGLang's caches."""
+@pytest.mark.parametrize("head", ["the kernels'", "SGLang's"])
+def test_decode_steps_of_a_whole_text(
+    runner: Any, built: Any, stock: tuple[Tensor, Tensor], monkeypatch: Any, head: str
+) -> None:
+    """Prefill by SGLang, then every token through plan and forward, reading and writing SGLang's caches; with the head
+    of a single rank, and with that of several."""
     backend = runner.attn_backend
     original = backend.init_forward_metadata
 
@@ -117,9 +121,13 @@ def test_decode_steps_of_a_whole_text(runner: Any, built: Any, stock: tuple[Tens
 
     monkeypatch.setattr(backend, "init_forward_metadata", prepare)
     made = built(1)
-    sequence = Sequence.prefill(runner, IDS[:PROMPT]).decode(IDS[PROMPT:])
-    close(torch.stack(sequence.logits[1:]), stock[0])
-    assert made.coverage.kernels == {"decode steps": NEW}
+    count = NEW
+    if head == "SGLang's":
+        made._head, count = split_head(runner.model), 3
+        monkeypatch.setattr(made.step, "launch_head", None)  # it must not be asked
+    sequence = Sequence.prefill(runner, IDS[:PROMPT]).decode(IDS[PROMPT : PROMPT + count])
+    close(torch.stack(sequence.logits[1:]), stock[0][:count])
+    assert made.coverage.kernels == {"decode steps": count}
     assert made.coverage.sglang == {"extend steps": 1}
 
 
