@@ -92,11 +92,11 @@ DEVICE void block_tokens(const Params& p, uint32_t first_epoch) {
 }
 
 // Row 0 is the anchor, the others are the mask token. The counter gets a launch's arrivals of all layers at once.
-DEVICE void embed(const Params& p) {
+DEVICE void embed(const Params& p, uint32_t epoch) {
     for (int row = 0; row < cfg::ROW_CAP; ++row) {
         if (!owns_row(row)) continue;
         if (row < p.rows) {
-            convolution::embed_row(p, row);
+            convolution::embed_row(p, epoch, row);
         } else {
             convolution::clear_row(p.input, row);
         }
@@ -120,12 +120,13 @@ DEVICE void attention_sublayer(const Params& p, Ring& ring, int layer, uint32_t 
     mark(p, Point::ATTENTION, layer);
     attention::merge(p, epoch);
     mark(p, Point::ATTENDED, layer);
-    run_product_to<Output>(p, ring, p.output_partial, Counter::OUTPUT);
+    residual::run_outputs<Output, mailbox::DraftOutput>(p, ring, p.output_partial, Counter::OUTPUT, epoch);
     mark(p, Point::OUTPUT, layer);
-    residual::run<Output>(p,
-                          {p.output_partial, p.attention_base[layer], p.post_attention_norm[layer], p.mlp_input, 0,
-                           Counter::OUTPUT, Counter::ATTENTION_SQUARES, Counter::AFTER_ATTENTION},
-                          epoch);
+    residual::run<Output, mailbox::DraftOutput>(
+        p,
+        {p.output_partial, p.attention_base[layer], p.post_attention_norm[layer], p.mlp_input, 0, Counter::OUTPUT,
+         Counter::ATTENTION_SQUARES, Counter::AFTER_ATTENTION},
+        epoch);
     mark(p, Point::AFTER_ATTENTION, layer);
 }
 
@@ -141,18 +142,19 @@ DEVICE void mlp_sublayer(const Params& p, Ring& ring, int layer, uint32_t epoch)
     mark(p, Point::GATE_UP, layer);
     activate(p, epoch);
     mark(p, Point::ACTIVATED, layer);
-    run_product_to<Down>(p, ring, p.down_partial, Counter::DOWN);
+    residual::run_outputs<Down, mailbox::DraftDown>(p, ring, p.down_partial, Counter::DOWN, epoch);
     mark(p, Point::DOWN, layer);
-    residual::run<Down>(p,
-                        {p.down_partial, p.mlp_base[layer], p.next_norm[layer], p.input,
-                         layer + 1 == cfg::LAYERS ? 1 : 0, Counter::DOWN, Counter::MLP_SQUARES, Counter::AFTER_MLP},
-                        epoch);
+    residual::run<Down, mailbox::DraftDown>(
+        p,
+        {p.down_partial, p.mlp_base[layer], p.next_norm[layer], p.input, layer + 1 == cfg::LAYERS ? 1 : 0,
+         Counter::DOWN, Counter::MLP_SQUARES, Counter::AFTER_MLP},
+        epoch);
     mark(p, Point::AFTER_MLP, layer);
 }
 
 DEVICE void block_math(const Params& p, uint32_t first_epoch) {
     Ring ring;
-    embed(p);
+    embed(p, first_epoch);
 #pragma unroll 1
     for (int layer = 0; layer < cfg::LAYERS; ++layer) {
         const uint32_t epoch = first_epoch + static_cast<uint32_t>(layer);

@@ -7,13 +7,24 @@ namespace draft {
 
 constexpr int64_t CONTEXT_PARTIAL = PARTIAL_ELEMENTS<ContextKv>;  // of one layer
 
-DEVICE void context_row(const Params& p, int row) {
+// body(group, column, four columns of the product, bf16); each rank has its own.
+template <class Body>
+DEVICE void fused_row(const Params& p, uint32_t epoch, int row, Body body) {
+    const auto own = [&](int, int column) { return round_bf16(sum_parts<Fusion>(p.fusion_partial, row, column)); };
+    if constexpr (cfg::RANKS > 1) {
+        row_mail::gather<mailbox::FusionRow>(p, epoch, row, body, own);
+    } else {
+        for_columns<cfg::HIDDEN>([&](int i, int column) { body(i, column, own(i, column)); });
+    }
+}
+
+DEVICE void context_row(const Params& p, uint32_t epoch, int row) {
     using Columns = RowColumns<cfg::HIDDEN>;
     float4 c[Columns::GROUPS] = {};
     float squares = 0.f;
-    for_columns<cfg::HIDDEN>([&](int i, int column) {
-        c[i] = round_bf16(sum_parts<Fusion>(p.fusion_partial, row, column));
-        squares += square_sum(c[i]);
+    fused_row(p, epoch, row, [&](int i, int, const float4& columns) {
+        c[i] = columns;
+        squares += square_sum(columns);
     });
     const float scale = reciprocal_root(row_sum(squares, 0) / cfg::HIDDEN + cfg::RMS_EPS);
     for_columns<cfg::HIDDEN>([&](int i, int column) {
@@ -65,7 +76,7 @@ DEVICE void context(const Params& p) {
     run_product_to<Fusion>(p, ring, p.fusion_partial, Counter::FUSION);
     convolution::for_owned_rows(
         p, Counter::CONTEXT, [&] { wait_counter_math(p, Counter::FUSION, epoch); },
-        [&](int row) { context_row(p, row); }, [&](int row) { convolution::clear_row(p.context, row); });
+        [&](int row) { context_row(p, epoch, row); }, [&](int row) { convolution::clear_row(p.context, row); });
     for (int layer = 0; layer < cfg::LAYERS; ++layer) {
         run_parts<ContextKv>(p, ring, p.context_partial + layer * CONTEXT_PARTIAL);
     }

@@ -2,6 +2,8 @@
 // conv(x)_t = (base_0 + D_0) x_t + (base_1 + D_1) x_{t-1} per channel, fp32 with one rounding; the row before the
 // block's first is zero. D comes from the sublayer's input and is bf16.
 #pragma once
+#include "layer/row_mail.cuh"
+#include "points.cuh"
 #include "products.cuh"
 #include "tokens.cuh"
 
@@ -61,16 +63,34 @@ DEVICE void run_input_side(const Params& p, uint16_t* x, const float* partial, c
     arrive_math(p, done);
 }
 
-// h0 and B1 of the first layer. Row 0 is the anchor, the others are the mask token.
-DEVICE void embed_row(const Params& p, int row) {
-    using Columns = RowColumns<cfg::HIDDEN>;
+// body(group, column, four columns of the embedding of row `row`). Of several ranks one holds the anchor's.
+template <class Body>
+DEVICE void embedding(const Params& p, uint32_t epoch, int row, Body body) {
     const int64_t id = row == 0 ? global_load(p.token_ids) : cfg::MASK_TOKEN;
+    if constexpr (cfg::RANKS > 1) {
+        if (id != cfg::MASK_TOKEN) {
+            const int owner = static_cast<int>(id) / cfg::VOCAB;
+            if (owner == p.rank) {
+                const uint16_t* source = p.embedding + (id - owner * cfg::VOCAB) * cfg::HIDDEN;
+                row_mail::send<mailbox::Anchor>(p, epoch, row,
+                                                [&](int, int column) { return load_bf16x4(source + column); });
+            }
+            row_mail::collect<mailbox::Anchor, 1>(p, epoch, row, owner, body);
+            return;
+        }
+    }
     const uint16_t* source = id == cfg::MASK_TOKEN ? p.mask_embedding : p.embedding + id * cfg::HIDDEN;
+    for_columns<cfg::HIDDEN>([&](int i, int column) { body(i, column, load_bf16x4(source + column)); });
+}
+
+// h0 and B1 of the first layer. Row 0 is the anchor, the others are the mask token.
+DEVICE void embed_row(const Params& p, uint32_t epoch, int row) {
+    using Columns = RowColumns<cfg::HIDDEN>;
     float4 h[Columns::GROUPS] = {};
     float squares = 0.f;
-    for_columns<cfg::HIDDEN>([&](int i, int column) {
-        h[i] = load_bf16x4(source + column);
-        squares += square_sum(h[i]);
+    embedding(p, epoch, row, [&](int i, int, const float4& columns) {
+        h[i] = columns;
+        squares += square_sum(columns);
     });
     const float embedded = row_sum(squares, 0);
     const float factor = cfg::NORMED_EMBEDDING

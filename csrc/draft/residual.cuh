@@ -3,6 +3,7 @@
 // row.
 #pragma once
 #include "convolution.cuh"
+#include "product.cuh"
 
 namespace residual {
 
@@ -40,8 +41,53 @@ DEVICE void for_stretch(const Stretch& s, Body body) {
     }
 }
 
-template <class G>
-DEVICE void add(const Params& p, const Sublayer& sublayer, const Stretch& s, int turn, float4 (&h)[GROUPS]) {
+// Four columns of the sublayer's output, bf16: of a row, and of the row before it, which is zero before the first.
+struct Pair {
+    float4 row, before;
+};
+
+// Four columns of a row, summed over the ranks.
+template <class Point>
+DEVICE float4 receive_sum(const Params& p, uint32_t epoch, int row, int column) {
+    const int packet = column / 4;
+    uint2 parts[cfg::RANKS];
+    mailbox::receive<Point>(p, epoch, row, packet, parts, [&](int rank) {
+        return mailbox::Name{true, rank, packet};
+    });
+    float4 total = unpack_bf16x4(parts[0]);
+#pragma unroll
+    for (int rank = 1; rank < cfg::RANKS; ++rank) total = plus(total, unpack_bf16x4(parts[rank]));
+    return round_bf16(total);
+}
+
+template <class G, class Point>
+DEVICE Pair output_pair(const Params& p, const Sublayer& sublayer, uint32_t epoch, int row, int column) {
+    constexpr float4 ZERO{0.f, 0.f, 0.f, 0.f};
+    if constexpr (cfg::RANKS > 1) {
+        const float4 y = receive_sum<Point>(p, epoch, row, column);
+        return {y, row > 0 ? receive_sum<Point>(p, epoch, row - 1, column) : ZERO};
+    } else {
+        const float4 y = round_bf16(sum_parts<G>(sublayer.output, row, column));
+        return {y, row > 0 ? round_bf16(sum_parts<G>(sublayer.output, row - 1, column)) : ZERO};
+    }
+}
+
+// The sublayer's last product: parts in memory, or packets to all ranks.
+template <class G, class Point>
+DEVICE void run_outputs(const Params& p, Ring& ring, float* partial, protocol::Counter counter, uint32_t epoch) {
+    if constexpr (cfg::RANKS > 1) {
+        static_assert(G::N % BLOCK_ROWS == 0, "all lanes of a warp have an output");
+        run_product<G>(p, ring, [&](const DenseTask&, int, int row, int column, float sum) {
+            row_mail::send_column<Point>(p, epoch, row, column, sum);
+        });
+    } else {
+        run_product_to<G>(p, ring, partial, counter);
+    }
+}
+
+template <class G, class Point>
+DEVICE void add(const Params& p, const Sublayer& sublayer, uint32_t epoch, const Stretch& s, int turn,
+                float4 (&h)[GROUPS]) {
     using namespace convolution;
     float squares = 0.f;
     for_stretch(s, [&](int group, int column) {
@@ -49,10 +95,8 @@ DEVICE void add(const Params& p, const Sublayer& sublayer, const Stretch& s, int
         const float4 before = load_bf16x4(at);
         const float d0 = global_load(output_tap(p, s.row, 0, column)),
                     d1 = global_load(output_tap(p, s.row, 1, column));
-        const float4 y = round_bf16(sum_parts<G>(sublayer.output, s.row, column));
-        const float4 previous =
-            s.row > 0 ? round_bf16(sum_parts<G>(sublayer.output, s.row - 1, column)) : float4{0.f, 0.f, 0.f, 0.f};
-        const float4 branch = convolve(sublayer.base, OUTPUT, column, d0, d1, y, previous);
+        const Pair y = output_pair<G, Point>(p, sublayer, epoch, s.row, column);
+        const float4 branch = convolve(sublayer.base, OUTPUT, column, d0, d1, y.row, y.before);
         h[group] =
             round_bf16(float4{before.x + branch.x, before.y + branch.y, before.z + branch.z, before.w + branch.w});
         store_bf16x4(at, h[group]);
@@ -77,15 +121,15 @@ DEVICE void norm(const Params& p, const Sublayer& sublayer, const Stretch& s, co
     });
 }
 
-template <class G>
+template <class G, class Point>
 DEVICE void run(const Params& p, const Sublayer& sublayer, uint32_t epoch) {
     const bool busy = Stretch(0).exists();
     float4 h[TURNS][GROUPS] = {};
-    if (busy) wait_counter_math(p, sublayer.ready, epoch);
+    if (busy && cfg::RANKS == 1) wait_counter_math(p, sublayer.ready, epoch);
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
         const Stretch s(turn);
-        if (s.exists() && s.row < p.rows) add<G>(p, sublayer, s, turn, h[turn]);
+        if (s.exists() && s.row < p.rows) add<G, Point>(p, sublayer, epoch, s, turn, h[turn]);
     }
     arrive_math(p, sublayer.squares);
     if (busy) wait_counter_math(p, sublayer.squares, epoch);

@@ -127,6 +127,8 @@ void Machine::pause() {
     for (const Lane::Poll& poll : polls) poll.watch->sleepers.push_back(&lane);
     const Wait wait = lane.wait;
     wait_here(WaitKind::poll, wait.detail, wait.site);
+    // One change woke it. The others' words must forget it: its place may be another thread's when they change.
+    for (const Lane::Poll& poll : polls) std::erase(poll.watch->sleepers, &lane);
 }
 
 // Nobody can run. Spinning threads are let past their deadline once, so that the kernel's own record is made.

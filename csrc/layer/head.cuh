@@ -24,6 +24,11 @@ struct Best {
     }
 };
 
+DEVICE float logit_of(float score) {
+    const float scaled = score * cfg::OUTPUT_MULTIPLIER;
+    return cfg::SOFTCAP > 0.f ? cfg::SOFTCAP * hyperbolic_tangent(scaled / cfg::SOFTCAP) : scaled;
+}
+
 DEVICE Best nothing() { return Best{-infinity(), cfg::VOCAB * cfg::RANKS}; }
 
 // The softcap is monotone, so the greedy token is taken from the scores before it.
@@ -34,9 +39,7 @@ DEVICE void run_logits(const Params& p, Ring& ring) {
     for (int turn = 0; turn < ROW_TURNS; ++turn) best[turn] = nothing();
     run_dense<LmHead>(p, ring, [&](const DenseTask&, int turn, int row, int id, float score) {
         best[turn].offer(score, Exchange::first_token(p) + id);
-        const float scaled = score * cfg::OUTPUT_MULTIPLIER;
-        const float logit = cfg::SOFTCAP > 0.f ? cfg::SOFTCAP * hyperbolic_tangent(scaled / cfg::SOFTCAP) : scaled;
-        global_store(p.logits + static_cast<int64_t>(row) * cfg::VOCAB + id, logit);
+        global_store(p.logits + static_cast<int64_t>(row) * cfg::VOCAB + id, logit_of(score));
     });
     // 64 threads, two warps, share the rows r = (thread / 64) + ROWS_AT_ONCE * turn.
 #pragma unroll
@@ -62,7 +65,9 @@ DEVICE void greedy_row(const Params& p, uint32_t epoch, int row) {
     best.merge_warp();
     Exchange::best_token(p, epoch, row, best.value, best.id, [&](float value, int id) { best.offer(value, id); });
     if (cfg::RANKS > 1) best.merge_warp();
-    if (lane_index() == 0) global_store(p.greedy_ids + row, static_cast<int64_t>(best.id));
+    if (lane_index() != 0) return;
+    global_store(p.greedy_ids + row, static_cast<int64_t>(best.id));
+    if (cfg::RANKS > 1) global_store(p.greedy_logits + row, logit_of(best.value));
 }
 
 }  // namespace head

@@ -3,42 +3,16 @@
 // two halves. Before a rank sends the packets of launch e + 2, it has read those of e + 1 of all ranks, and they
 // follow from what their senders read in launch e; so what is overwritten has been read.
 //
-// A mailbox is [half][source rank][exchange point][row][packet]. p.mailboxes[r] is where this rank reaches the mailbox
+// A mailbox is [half][source rank][exchange point][row][packet]; an exchange point is a struct with the number of its
+// first packet (AT), the packets of a row that one rank sends (PACKETS), and what a fault record calls it (SITE).
+// p.mailboxes[r] is where this rank reaches the mailbox
 // of rank r. In loop-back all of them are this rank's own, moved by r minus rank sources: what is meant for rank r
 // arrives as if it came from r.
 #pragma once
 #include "instr/packet.cuh"
-#include "products.cuh"
-#include "row.cuh"
+#include "wait.cuh"
 
 namespace mailbox {
-
-// An exchange point: four neighbouring columns of a row to a packet. PACKETS: of a row that one rank sends.
-struct OProjSum {
-    static constexpr int AT = cfg::O_PROJ_MAIL_AT, PACKETS = cfg::HIDDEN / 4;
-    static constexpr protocol::Site SITE = protocol::Site::O_PROJ_MAIL;
-};
-struct PreProjRow {
-    static constexpr int AT = cfg::PRE_PROJ_MAIL_AT, PACKETS = PreProj::N / 4;
-    static constexpr protocol::Site SITE = protocol::Site::PRE_PROJ_MAIL;
-};
-struct ExpertSum {
-    static constexpr int AT = cfg::EXPERT_MAIL_AT, PACKETS = cfg::MOE_HIDDEN / 4;
-    static constexpr protocol::Site SITE = protocol::Site::EXPERT_MAIL;
-};
-struct PostProjRow {
-    static constexpr int AT = cfg::POST_PROJ_MAIL_AT, PACKETS = PostProj::N / 4;
-    static constexpr protocol::Site SITE = protocol::Site::POST_PROJ_MAIL;
-};
-
-struct EmbeddingRow {
-    static constexpr int AT = cfg::EMBEDDING_MAIL_AT, PACKETS = cfg::HIDDEN / 4;
-    static constexpr protocol::Site SITE = protocol::Site::EMBEDDING_MAIL;
-};
-struct BestToken {  // a score and an id to a packet
-    static constexpr int AT = cfg::BEST_TOKEN_MAIL_AT, PACKETS = 1;
-    static constexpr protocol::Site SITE = protocol::Site::BEST_TOKEN_MAIL;
-};
 
 // Never 0, which a mailbox starts with: the session number is odd.
 DEVICE uint32_t tag(const Params& p, uint32_t epoch) { return static_cast<uint32_t>(p.session) + 2u * epoch; }

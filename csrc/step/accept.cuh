@@ -32,7 +32,7 @@ DEVICE verdict::Verdict verdict_of(const Params& p, int row, int rows) {
     }
     const int64_t best = global_load(p.greedy_ids + row);
     if (best < 0 || best >= cfg::VOCAB) return {verdict::BROKEN, 0};
-    const float top = global_load(p.logits + static_cast<int64_t>(row) * cfg::VOCAB + best);
+    const float top = whole_rows::top(p, row, best);
     if (!(top < infinity() && top > -infinity())) return {verdict::BROKEN, 0};
     const bool kept = p.nodes == 0 && row + 1 < rows && global_load(p.token_ids + row + 1) == best;
     return {kept ? verdict::ACCEPTED : verdict::REJECTED, best};
@@ -124,6 +124,7 @@ DEVICE void run(const Params& p) {
     const uint32_t epoch = launch::begin_epoch(p, cfg::THREADS);
     mass::Team team(p, epoch);
     if (team.row < verdict::counted(p) && !request::greedy(p)) {
+        whole_rows::gather(p, team, epoch);
         const verdict::Verdict mine = verdict::judge(p, team);
         if (team.leads() && thread_index() == 0) {
             global_store(p.verdicts + 2 * team.row, static_cast<int64_t>(mine.kind));

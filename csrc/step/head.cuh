@@ -30,7 +30,7 @@ DEVICE void head(const Params& p) {
     selector::run_scores(p, ring);
     convolution::for_owned_rows(
         p, Counter::CHOSEN, [&] { wait_counter_math(p, Counter::SCORES, epoch); },
-        [&](int slot) { selector::choose(p, slot); }, [](int) {});
+        [&](int slot) { selector::choose(p, epoch, slot); }, [](int) {});
     convolution::for_owned_rows(
         p, Counter::LATTICE,
         [&] {

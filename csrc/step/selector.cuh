@@ -5,22 +5,21 @@
 #include "layer/row.cuh"
 #include "philox.cuh"
 #include "request.cuh"
-#include "top_k.cuh"
+#include "vocabulary.cuh"
 
 namespace selector {
 
 constexpr int K = cfg::SELECTOR_K;
 constexpr int LISTS = 2 * cfg::SMS;  // per slot: 64 threads, two warps, of every CTA look at the slot's scores
-using List = top_k::List<K, cfg::VOCAB>;
+using List = vocabulary::List<K>;
 
-static_assert(cfg::VOCAB % WARP == 0, "the lanes of a warp have ids inside the vocabulary or none has");
 static_assert(cfg::RANK % 4 == 0, "codebook rows are read four elements at a time");
 
 // Scores of the head, rounded to bf16, into each warp's lists; the lists go to memory.
 DEVICE void run_scores(const Params& p, Ring& ring) {
     List best[ROW_TURNS];
-    run_product<LmHead>(p, ring, [&](const DenseTask&, int turn, int, int id, float score) {
-        best[turn].offer(round_bf16(score), id);
+    run_product<LmHead>(p, ring, [&](const DenseTask&, int turn, int, int row, float score) {
+        vocabulary::offer(p, best[turn], round_bf16(score), row);
     });
 #pragma unroll
     for (int turn = 0; turn < ROW_TURNS; ++turn) {
@@ -34,14 +33,14 @@ DEVICE void run_scores(const Params& p, Ring& ring) {
 }
 
 // Merges a slot's lists: candidates [slot, K] and U = softcap(z). All math warps of the owner.
-DEVICE void choose(const Params& p, int slot) {
+DEVICE void choose(const Params& p, uint32_t epoch, int slot) {
     const int64_t first = static_cast<int64_t>(slot) * LISTS * K;
     List best;
     for (int i = warp_index() * WARP; i < LISTS * K; i += cfg::MATH_THREADS) {
         const bool there = i + lane_index() < LISTS * K;
         const int64_t at = first + (there ? i + lane_index() : 0);
         best.offer(there ? global_load(p.list_scores + at) : -infinity(),
-                   there ? global_load(p.list_ids + at) : cfg::VOCAB);
+                   there ? global_load(p.list_ids + at) : vocabulary::IDS);
     }
     const uint32_t mine = cfg::REDUCE_AT + (warp_index() * WARP + lane_index()) * 8;
     shared_store(mine, best.value);
@@ -51,11 +50,12 @@ DEVICE void choose(const Params& p, int slot) {
     for (int warp = 1; warp < cfg::MATH_WARPS; ++warp) {
         const uint32_t at = cfg::REDUCE_AT + (warp * WARP + lane_index()) * 8;
         const bool there = lane_index() < K;
-        best.offer(there ? shared_load<float>(at) : -infinity(), there ? shared_load<int>(at + 4) : cfg::VOCAB);
+        best.offer(there ? shared_load<float>(at) : -infinity(), there ? shared_load<int>(at + 4) : vocabulary::IDS);
     }
+    vocabulary::merge<mailbox::Candidates>(p, epoch, slot, best);
     if (lane_index() < K) {
         const float scaled = best.value * cfg::OUTPUT_MULTIPLIER;
-        const int id = best.id < cfg::VOCAB ? best.id : cfg::VOCAB - 1;  // rows of NaN have no best
+        const int id = best.id < vocabulary::IDS ? best.id : vocabulary::IDS - 1;  // rows of NaN have no best
         global_store(p.candidates + slot * K + lane_index(), static_cast<int64_t>(id));
         global_store(p.candidate_scores + slot * K + lane_index(),
                      cfg::SOFTCAP * hyperbolic_tangent(scaled / cfg::SOFTCAP));

@@ -2,6 +2,7 @@
 #pragma once
 #include "filter.cuh"
 #include "philox.cuh"
+#include "whole_rows.cuh"
 
 namespace verdict {
 
@@ -105,7 +106,7 @@ DEVICE Verdict judge(const Params& p, mass::Team& team) {
     const int slot = team.row;
     const int64_t best = global_load(p.greedy_ids + slot);
     if (best < 0 || best >= cfg::VOCAB) return {BROKEN, 0};
-    const float* logits = p.logits + static_cast<int64_t>(slot) * cfg::VOCAB;
+    const float* logits = whole_rows::row(p, slot);
     const float top = global_load(logits + best);
     const mass::Row row{logits, top, static_cast<float>(1. / request::number(p, Request::TEMPERATURE))};
     const filter::Prefix prefix = choose_prefix(p, team, row);

@@ -2,11 +2,11 @@
 // row-major head.
 #pragma once
 #include "draft/block.cuh"
-#include "top_k.cuh"
+#include "vocabulary.cuh"
 
 namespace verify_head {
 
-using Best = top_k::List<1, cfg::VOCAB>;  // lane 0 has the best score, ties to the lower id
+using Best = vocabulary::List<1>;  // lane 0 has the best score, ties to the lower id
 
 // O1: final norm with an absolute gamma.
 DEVICE void norm_row(const Params& p, int row) {
@@ -23,15 +23,18 @@ DEVICE void norm_row(const Params& p, int row) {
     });
 }
 
+DEVICE float logit_of(float score) {
+    const float scaled = score * cfg::TARGET_MULTIPLIER;
+    return cfg::TARGET_SOFTCAP > 0.f ? cfg::TARGET_SOFTCAP * hyperbolic_tangent(scaled / cfg::TARGET_SOFTCAP) : scaled;
+}
+
 // The softcap is monotone, so the greedy token is taken from the scores before it.
 DEVICE void run_logits(const Params& p, Ring& ring) {
     Best best[ROW_TURNS];
     run_product<LmHead>(p, ring, [&](const DenseTask&, int turn, int row, int id, float score) {
-        best[turn].offer(score, id);
-        const float scaled = score * cfg::TARGET_MULTIPLIER;
-        const float logit =
-            cfg::TARGET_SOFTCAP > 0.f ? cfg::TARGET_SOFTCAP * hyperbolic_tangent(scaled / cfg::TARGET_SOFTCAP) : scaled;
-        global_store(p.logits + static_cast<int64_t>(row) * cfg::VOCAB + id, logit);
+        vocabulary::offer(p, best[turn], score, id);
+        if (cfg::VOCAB % WARP != 0 && id >= cfg::VOCAB) return;
+        global_store(p.logits + static_cast<int64_t>(row) * cfg::VOCAB + id, logit_of(score));
     });
 #pragma unroll
     for (int turn = 0; turn < ROW_TURNS; ++turn) {
@@ -45,15 +48,18 @@ DEVICE void run_logits(const Params& p, Ring& ring) {
 }
 
 // One warp; a row without a best keeps an id outside the vocabulary.
-DEVICE void choose_row(const Params& p, int row) {
+DEVICE void choose_row(const Params& p, uint32_t epoch, int row) {
     Best best;
     for (int first = 0; first < 2 * cfg::SMS; first += WARP) {
         const bool there = first + lane_index() < 2 * cfg::SMS;
         const int64_t at = static_cast<int64_t>(row) * 2 * cfg::SMS + (there ? first + lane_index() : 0);
         best.offer(there ? global_load(p.list_scores + at) : -infinity(),
-                   there ? global_load(p.list_ids + at) : cfg::VOCAB);
+                   there ? global_load(p.list_ids + at) : vocabulary::IDS);
     }
-    if (lane_index() == 0) global_store(p.greedy_ids + row, static_cast<int64_t>(best.id));
+    vocabulary::merge<mailbox::BestToken>(p, epoch, row, best);
+    if (lane_index() != 0) return;
+    global_store(p.greedy_ids + row, static_cast<int64_t>(best.id));
+    if (cfg::RANKS > 1) global_store(p.greedy_logits + row, logit_of(best.value));
 }
 
 DEVICE void run(const Params& p) {
@@ -77,7 +83,7 @@ DEVICE void run(const Params& p) {
     run_logits(p, ring);
     wait_counter_math(p, Counter::SCORES, epoch);
     for (int row = 0; row < p.rows; ++row) {
-        if (owns_row(row) && warp == row % cfg::MATH_WARPS) choose_row(p, row);
+        if (owns_row(row) && warp == row % cfg::MATH_WARPS) choose_row(p, epoch, row);
     }
     launch::end_epoch(p, epoch);
 }

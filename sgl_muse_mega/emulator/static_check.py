@@ -7,13 +7,13 @@ and no wait that cannot be satisfied, whatever the schedule.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from sgl_muse_mega.emulator.machine import Event, EventKind
-from sgl_muse_mega.megakernel import protocol
+from sgl_muse_mega.megakernel import draft_protocol, protocol
 from sgl_muse_mega.megakernel.protocol import Arrivals, HandOff
 
 WARP = 32
@@ -34,7 +34,23 @@ class Operation:
 Programs = dict[Actor, list[Operation]]
 
 
-def programs_of(events: Sequence[Event], launch: int, counters: Tensor, flags: Tensor) -> Programs:
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The hand-offs of a set of kernels: all counters, and which of them a launch of a kernel advances on one of so many
+    ranks."""
+
+    counters: Sequence[HandOff]
+    advanced: Callable[[str, int], Sequence[str]]
+
+
+TARGET = Rules(protocol.COUNTERS, protocol.kernel_counters)
+DRAFT = Rules(draft_protocol.DRAFT_COUNTERS, draft_protocol.kernel_counters)
+ACCEPT = Rules(draft_protocol.ACCEPT_COUNTERS, draft_protocol.kernel_counters)
+
+
+def programs_of(
+    events: Sequence[Event], launch: int, counters: Tensor, flags: Tensor | None, rules: Rules = TARGET
+) -> Programs:
     """The programs of one launch. counters, flags: the kernel's words (megakernel.scratch.Control).
 
     Of a warp's lanes that do the same, and of polls that follow each other, one is kept. A warp is at a barrier when
@@ -53,7 +69,7 @@ def programs_of(events: Sequence[Event], launch: int, counters: Tensor, flags: T
         if event.launch != launch:
             continue
         actor = (event.cta, event.thread // WARP)
-        operation = Operation(event.kind, _place(event, counters, flags), event.phase)
+        operation = Operation(event.kind, _place(event, counters, flags, rules), event.phase)
         if not operation.place:
             continue  # the epoch, which is read before and written after all hand-offs
         if event.kind == EventKind.BARRIER:
@@ -86,7 +102,7 @@ def _in_step(lanes: Mapping[int, list[Operation]]) -> list[Operation]:
     return merged
 
 
-def _place(event: Event, counters: Tensor, flags: Tensor) -> str:
+def _place(event: Event, counters: Tensor, flags: Tensor | None, rules: Rules) -> str:
     if event.kind in (EventKind.MBARRIER_INIT, EventKind.MBARRIER_ARRIVE, EventKind.MBARRIER_WAIT):
         return f"mbarrier {event.place}"
     if event.kind == EventKind.BARRIER:
@@ -94,8 +110,10 @@ def _place(event: Event, counters: Tensor, flags: Tensor) -> str:
     if event.kind in (EventKind.SEND, EventKind.RECEIVE):
         return f"packet {event.place}"
     index, rest = divmod(event.place - counters.data_ptr(), protocol.COUNTER_STRIDE * 4)
-    if 0 <= index < len(protocol.COUNTERS) and rest == 0:
-        return protocol.COUNTERS[index].name
+    if 0 <= index < len(rules.counters) and rest == 0:
+        return rules.counters[index].name
+    if flags is None:
+        return ""
     flag = (event.place - flags.data_ptr()) // 4
     return f"flag {flag}" if 0 <= flag < flags.numel() else ""
 
@@ -136,12 +154,12 @@ def check_expected(counters: Sequence[HandOff], sms: int, row_cap: int) -> list[
     return problems
 
 
-def check_launch(programs: Programs, kernel: str, sms: int, row_cap: int) -> list[str]:
+def check_launch(programs: Programs, kernel: str, sms: int, row_cap: int, rules: Rules = TARGET) -> list[str]:
     """What is wrong with one launch's programs; empty when nothing is."""
-    return _check_writers(programs, kernel, sms, row_cap) + _execute(programs, _goals(sms, row_cap))
+    return _check_writers(programs, kernel, sms, row_cap, 1, rules) + _execute(programs, _goals(sms, row_cap, rules))
 
 
-def check_ranks(ranks: Sequence[Programs], kernel: str, sms: int, row_cap: int) -> list[str]:
+def check_ranks(ranks: Sequence[Programs], kernel: str, sms: int, row_cap: int, rules: Rules = TARGET) -> list[str]:
     """What is wrong with one launch of every rank; empty when nothing is.
 
     Every packet is sent once and read by somebody, and all ranks' programs end when they run together.
@@ -150,9 +168,9 @@ def check_ranks(ranks: Sequence[Programs], kernel: str, sms: int, row_cap: int) 
     together: Programs = {}
     goals: dict[str, int] = {}
     for rank, programs in enumerate(ranks):
-        found = _check_writers(programs, kernel, sms, row_cap, len(ranks))
+        found = _check_writers(programs, kernel, sms, row_cap, len(ranks), rules)
         problems += [f"rank {rank}: {problem}" for problem in found]
-        goals |= {f"rank {rank} {name}": goal for name, goal in _goals(sms, row_cap).items()}
+        goals |= {f"rank {rank} {name}": goal for name, goal in _goals(sms, row_cap, rules).items()}
         for (cta, warp), program in programs.items():
             together[rank * sms + cta, warp] = [_of_rank(operation, rank) for operation in program]
     operations = [operation for program in together.values() for operation in program]
@@ -174,14 +192,14 @@ def _of_rank(operation: Operation, rank: int) -> Operation:
     return Operation(operation.kind, f"rank {rank} {operation.place}", operation.phase)
 
 
-def _goals(sms: int, row_cap: int) -> dict[str, int]:
+def _goals(sms: int, row_cap: int, rules: Rules) -> dict[str, int]:
     """Arrivals that a counter's readers wait for."""
-    return {c.name: sms if c.arrivals is Arrivals.EVERY_CTA else row_cap for c in protocol.COUNTERS}
+    return {c.name: sms if c.arrivals is Arrivals.EVERY_CTA else row_cap for c in rules.counters}
 
 
-def _check_writers(programs: Programs, kernel: str, sms: int, row_cap: int, ranks: int = 1) -> list[str]:
+def _check_writers(programs: Programs, kernel: str, sms: int, row_cap: int, ranks: int, rules: Rules) -> list[str]:
     problems = []
-    declared = {c.name: c for c in protocol.COUNTERS if c.name in protocol.kernel_counters(kernel, ranks)}
+    declared = {c.name: c for c in rules.counters if c.name in rules.advanced(kernel, ranks)}
     arrivals: dict[str, Counter[int]] = defaultdict(Counter)
     waited: set[str] = set()
     flags: Counter[str] = Counter()

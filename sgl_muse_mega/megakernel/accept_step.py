@@ -12,6 +12,7 @@ from sgl_muse_mega.megakernel.build import Progress, quiet
 from sgl_muse_mega.megakernel.draft_protocol import ACCEPT_LAUNCH, DraftParams
 from sgl_muse_mega.megakernel.draft_scratch import DecodeState, DraftActivations, KernelControl, as_int32
 from sgl_muse_mega.megakernel.machine import Machine
+from sgl_muse_mega.megakernel.mailbox import Mail, NoMail, session_word
 from sgl_muse_mega.megakernel.protocol import COUNTER_STRIDE
 from sgl_muse_mega.megakernel.scratch import StepInputs
 
@@ -32,15 +33,24 @@ class AcceptStep:
         progress: Progress = quiet,
         threads: int = 384,
         first_epoch: int = 0,
+        mail: Mail | None = None,
+        greedy_logits: Tensor | None = None,
     ) -> None:
-        """logits f32 [row_cap, V], greedy_ids int64 [row_cap]. Raises UserError when the sizes do not fit."""
+        """logits f32 [row_cap, V], greedy_ids int64 [row_cap].
+
+        mail: this rank's place among others. Then `logits` are those of its own ids, and greedy_logits, f32 [row_cap],
+        those of the greedy ids, whoever has them. Raises UserError when the sizes do not fit.
+        """
         self.machine, self.inputs, self.state = machine, inputs, state
         self._logits, self._greedy_ids, self._draft = logits, greedy_ids, draft
-        row_cap, vocab = logits.shape
+        self._greedy_logits, self._mail = greedy_logits, mail or NoMail()
+        ranks = self._mail.ranks
+        row_cap, vocab = logits.shape[0], logits.shape[1] * ranks
         selector_k = draft.candidates.shape[1] if draft else 1
         self.instance = AcceptInstance.for_sms(
-            machine.sms, vocab=vocab, selector_k=selector_k, softcap=softcap, row_cap=row_cap, threads=threads
-        )
+            machine.sms, vocab=vocab, selector_k=selector_k, softcap=softcap, row_cap=row_cap, threads=threads,
+            ranks=ranks,
+        )  # fmt: skip
         self.module = machine.load(self.instance, progress)
         self.control = KernelControl.allocate(
             draft_protocol.ACCEPT_COUNTERS, self.instance.sms, row_cap, machine.device, first_epoch
@@ -53,6 +63,8 @@ class AcceptStep:
         self.segment_sums = torch.zeros(row_cap, self.instance.segments, dtype=torch.int64, device=machine.device)
         self.cache_lines = torch.zeros(0, 3, dtype=torch.int64, device=machine.device)
         self._line_bytes = 0
+        self.whole_logits = torch.zeros(row_cap if ranks > 1 else 0, vocab, device=machine.device)
+        self.mailbox, self._mailboxes = self._mail.take(self.instance.mail_bytes, machine.device)
 
     def use_caches(self, caches: Sequence[tuple[Tensor, Tensor]], full: Sequence[bool]) -> None:
         """Binds the target's (keys, values) per layer, in which trees need their rows moved; `full`: which layers have
@@ -99,6 +111,11 @@ class AcceptStep:
         for name in ("row_counters", "row_sums", "segment_sums"):
             setattr(params, name, getattr(self, name).data_ptr())
         params.rows, params.launch = rows, ACCEPT_LAUNCH
+        params.rank, params.session = self._mail.rank, session_word(self._mail.session)
+        for rank, address in enumerate(self._mailboxes):
+            params.mailboxes[rank] = address
+        params.whole_logits = self.whole_logits.data_ptr() or None
+        params.greedy_logits = None if self._greedy_logits is None else self._greedy_logits.data_ptr()
         self.module.launch("accept_kernel", params)
 
     def memory(self) -> list[tuple[str, Tensor, bool, bool]]:
@@ -107,4 +124,7 @@ class AcceptStep:
         found += [(f"accept.{n}", getattr(self, n), False, True) for n in ("row_counters", "row_sums", "segment_sums")]
         if len(self.cache_lines):
             found.append(("accept.cache_lines", self.cache_lines, True, True))
+        if self._mail.ranks > 1:
+            found.append(("accept.mailbox", self.mailbox, False, True))
+            found.append(("accept.whole_logits", self.whole_logits, False, False))
         return found + [(f"state.{f.name}", getattr(self.state, f.name), False, True) for f in fields(self.state)]

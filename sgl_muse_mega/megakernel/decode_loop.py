@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sgl_muse_mega.megakernel.decode_request import Report, read_report, request_words
 from sgl_muse_mega.megakernel.decode_step import DecodeStep
+from sgl_muse_mega.megakernel.place import Place
 from sgl_muse_mega.speculative.backend import check_prompt
 from sgl_muse_mega.speculative.calibration import State
 from sgl_muse_mega.speculative.rows import RowPlan
@@ -23,7 +24,10 @@ CHAIN = RowPlan()
 class DecodeLoop:
     """Implements `speculative.backend.StepBackend` over a step and the target's caches."""
 
-    def __init__(self, decode: DecodeStep, caches: list[tuple[Tensor, Tensor]], max_context: int) -> None:
+    def __init__(
+        self, decode: DecodeStep, caches: list[tuple[Tensor, Tensor]], max_context: int, place: Place | None = None
+    ) -> None:
+        """place: this rank's among several, each of which has a loop of its own and makes the same calls."""
         self.decode = decode
         self.max_context = max_context
         self.vocab_size = decode.step.config.vocab_size
@@ -33,6 +37,7 @@ class DecodeLoop:
         self.caches = caches
         self.mark: Callable[[bool], None] | None = None  # called before (True) and after each step is enqueued
         self._machine = decode.step.machine
+        self._place = place
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
         self._width, self._nodes, self._auto = 1, 0, False
         self._launched = self._read = 0
@@ -52,7 +57,8 @@ class DecodeLoop:
             self.replay("prompt", len(chunk), self.decode.launch_prompt)
             self._machine.synchronize()
             self.length += len(chunk)
-        return self.decode.step.activations.logits[len(chunk) - 1].cpu().clone()
+        own = self.decode.step.activations.logits[len(chunk) - 1].cpu().clone()
+        return self._place.join(own) if self._place else own
 
     @property
     def calibration(self) -> State:

@@ -7,7 +7,17 @@ from typing import ClassVar
 from sgl_muse_mega.config import DraftConfig, TargetConfig
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel import draft_protocol
-from sgl_muse_mega.megakernel.instance import BLOCK_ROWS, HOPPER_SHARED_BYTES, WARP, Dense, padded_rows
+from sgl_muse_mega.megakernel.instance import (
+    BLOCK_ROWS,
+    HOPPER_SHARED_BYTES,
+    PACKET_BYTES,
+    PACKET_COLUMNS,
+    WARP,
+    Dense,
+    mail_offsets,
+    padded_rows,
+    uneven_sizes,
+)
 
 _LOG2_E = 1.4426950408889634
 
@@ -35,7 +45,8 @@ class TargetEnds:
 
 @dataclass(frozen=True, slots=True)
 class DraftInstance:
-    """Sizes of a draft on one GPU; `row_cap` is 8 or 16 rows per block."""
+    """Sizes of one rank's draft: `heads`, `kv_heads`, `inter` columns of the MLP and `vocab` rows of embedding and head
+    live here. `row_cap` is 8 or 16 rows per block."""
 
     source: ClassVar[str] = "draft.cu"
     kernels: ClassVar[tuple[str, ...]] = (
@@ -66,20 +77,27 @@ class DraftInstance:
     sms: int
     math_warps: int = 8
     kv_split: int = 64  # keys of a stage of the ring
+    ranks: int = 1
     trace: bool = False
 
     @classmethod
-    def for_config(cls, config: DraftConfig, target: TargetEnds, *, row_cap: int, sms: int) -> "DraftInstance":
-        """Raises UserError, listing every size that does not fit."""
+    def for_config(
+        cls, config: DraftConfig, target: TargetEnds, *, row_cap: int, sms: int, ranks: int = 1
+    ) -> "DraftInstance":
+        """The instance of one of `ranks` ranks. Raises UserError, listing every size that does not fit."""
+        parts = ("num_attention_heads", "intermediate_size", "vocab_size")
+        uneven = uneven_sizes(config, parts, ranks)
+        if uneven:
+            raise UserError(f"The draft does not divide among {ranks} ranks: {', '.join(uneven)}; use another number.")
         instance = cls(
             hidden=config.hidden_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
+            heads=config.num_attention_heads // ranks,
+            kv_heads=max(1, config.num_key_value_heads // ranks),
             head_dim=config.head_dim,
-            inter=config.intermediate_size,
+            inter=config.intermediate_size // ranks,
             layers=config.num_hidden_layers,
             taps=len(config.target_layer_ids),
-            vocab=config.vocab_size,
+            vocab=config.vocab_size // ranks,
             rank=config.selector_rank,
             selector_k=config.selector_top_k,
             conv_group=config.conv_group_size,
@@ -94,6 +112,7 @@ class DraftInstance:
             softcap=config.final_logit_softcapping,
             row_cap=row_cap,
             sms=sms,
+            ranks=ranks,
         )
         instance.check()
         return instance
@@ -107,7 +126,10 @@ class DraftInstance:
             (self.hidden > 16384, f"hidden_size {self.hidden} is above 16384"),
             (self.inter % 64 != 0, f"intermediate_size {self.inter} is no multiple of 64"),
             (self.conv_group % 4 != 0, f"conv_group_size {self.conv_group} is no multiple of 4"),
-            (self.vocab % WARP != 0, f"vocab_size {self.vocab} is no multiple of {WARP}"),
+            (self.vocab % 4 != 0, f"vocab_size {self.vocab} of a rank is no multiple of 4"),
+            (self.heads % self.kv_heads != 0, f"{self.heads} heads do not share {self.kv_heads} KV heads evenly"),
+            (self.ranks not in (1, 2, 4, 8), f"{self.ranks} ranks were asked for, there can be 1, 2, 4 or 8"),
+            (self.hidden % (4 * self.ranks) != 0, f"hidden_size {self.hidden} is no multiple of {4 * self.ranks}"),
             (self.rank % 4 != 0, f"selector_rank {self.rank} is no multiple of 4"),
             (not 2 <= self.selector_k <= WARP, f"selector_top_k {self.selector_k} is not between 2 and {WARP}"),
             (self.layers > draft_protocol.MAX_LAYERS, f"{self.layers} layers are above {draft_protocol.MAX_LAYERS}"),
@@ -129,13 +151,14 @@ class DraftInstance:
             "OUTPUT": (self.hidden, width),
             "GATE_UP": (2 * self.inter, self.hidden),
             "DOWN": (self.hidden, self.inter),
-            "FUSION": (self.hidden, self.taps * self.hidden),
+            "FUSION": (self.hidden // self.ranks, self.taps * self.hidden),
             "CONTEXT_KV": (2 * kv, self.hidden),
             "SELECTOR": (self.rank, self.hidden),
             "LM_HEAD": (self.vocab, self.hidden),
         }
+        whole_k = ("LM_HEAD", "OUTPUT", "DOWN") if self.ranks > 1 else ("LM_HEAD",)
         return {
-            name: Dense(n, k, chunk_of(k, LARGEST_CHUNK), self.sms, whole_k=name == "LM_HEAD")
+            name: Dense(n, k, chunk_of(k, LARGEST_CHUNK), self.sms, whole_k=name in whole_k)
             for name, (n, k) in shapes.items()
         }
 
@@ -197,6 +220,28 @@ class DraftInstance:
             "SHARED_BYTES": ring + self.stages * self.stage_bytes,
         }
 
+    # ---- mailboxes (layer/mailbox.cuh) ----
+
+    @property
+    def mail_offsets(self) -> dict[str, int]:
+        """First packet of each exchange point in what one source fills of a half of a mailbox, and their number."""
+        row = self.hidden // PACKET_COLUMNS
+        return mail_offsets(
+            {
+                "ANCHOR": row,
+                "DRAFT_OUTPUT": self.row_cap * row,
+                "DRAFT_DOWN": self.row_cap * row,
+                "FUSION": self.row_cap * row // self.ranks,
+                "CANDIDATE": self.row_cap * self.selector_k,
+                "BEST_TOKEN": self.row_cap,
+            }
+        )
+
+    @property
+    def mail_bytes(self) -> int:
+        """Bytes of one half of a mailbox that one source fills; 0 without other ranks."""
+        return self.mail_offsets["MAIL_PACKETS"] * PACKET_BYTES if self.ranks > 1 else 0
+
     # ---- the header ----
 
     def header(self) -> str:
@@ -208,7 +253,9 @@ class DraftInstance:
             "VOCAB": self.vocab, "RANK": self.rank, "SELECTOR_K": self.selector_k, "CONV_GROUP": self.conv_group,
             "WINDOW": self.window, "MASK_TOKEN": self.mask_token, "KV_SPLIT": self.kv_split,
             "MAX_SPLITS": self.max_splits, "ROW_SHARES": self.row_shares, "STAGES": self.stages,
+            "RANKS": self.ranks,
         }  # fmt: skip
+        integers |= self.mail_offsets
         for name, dense in self.products.items():
             integers[f"{name}_CHUNK"] = dense.chunk
             integers[f"{name}_PARTS"] = dense.parts

@@ -12,6 +12,7 @@ from sgl_muse_mega.megakernel.protocol import (
     COUNTER_STRIDE,
     LOG_POINTS,
     LOG_WORDS,
+    MAX_RANKS,
     RECORD_COMPLETE,
     Arrivals,
     HandOff,
@@ -49,14 +50,41 @@ DRAFT_COUNTERS: tuple[HandOff, ...] = (
     HandOff("CONTEXT_KV", Arrivals.EVERY_CTA, "the parts of the draft's context keys and values"),
 )
 
+_AFTER_MLP = [c.name for c in DRAFT_COUNTERS].index("AFTER_MLP")  # the last of the block's own
+
 ACCEPT_COUNTERS: tuple[HandOff, ...] = (
     HandOff("VERDICTS", Arrivals.EVERY_CTA, "the accept rule's verdict on every row"),
 )
+
+# Which counters a launch of each kernel advances; the draft's block once per layer.
+KERNELS: Mapping[str, tuple[str, ...]] = {
+    "draft_block_kernel": tuple(c.name for c in DRAFT_COUNTERS[: _AFTER_MLP + 1]),
+    "draft_head_kernel": ("SELECTOR_STATE", "SCORES", "CHOSEN", "LATTICE"),
+    "verify_head_kernel": ("NORMED", "SCORES"),
+    "draft_context_kernel": ("FUSION", "CONTEXT", "CONTEXT_KV"),
+    "accept_kernel": ("VERDICTS",),
+}
+
+# What readers of other ranks' packets wait for instead of the counter, where there are other ranks.
+REPLACED_BY_MAIL: tuple[str, ...] = ("OUTPUT", "DOWN")
+
+
+def kernel_counters(kernel: str, ranks: int = 1) -> tuple[str, ...]:
+    """Which counters a launch of `kernel` advances on one of `ranks` ranks."""
+    return tuple(name for name in KERNELS[kernel] if ranks == 1 or name not in REPLACED_BY_MAIL)
+
 
 SITES: tuple[tuple[str, str], ...] = (
     ("RING_EMPTY", "a free stage of its own ring"),
     ("RING_FULL", "a loaded stage of its own ring"),
     ("ROW_SUM", "the other CTAs of its row in the accept rule"),
+    ("ANCHOR_MAIL", "the embedding of the anchor"),
+    ("DRAFT_OUTPUT_MAIL", "the part of the draft's o_proj"),
+    ("DRAFT_DOWN_MAIL", "the part of the draft's down_proj"),
+    ("FUSION_MAIL", "the columns of the draft's fc"),
+    ("CANDIDATE_MAIL", "the best draft scores"),
+    ("BEST_TOKEN_MAIL", "the best token"),
+    ("LOGITS_MAIL", "the logits"),
 )
 ROW_SUMS = 160  # most sums over the CTAs of a row in one accept launch; its counter grows by so many per CTA
 
@@ -127,7 +155,9 @@ PARAMETERS: tuple[tuple[str, str, int], ...] = tuple(
         ("cache_lines", "const uint64_t*"),
         # numbers
         ("rows", "int32_t"), ("rank", "int32_t"), ("launch", "int32_t"), ("nodes", "int32_t"),
-        ("line_bytes", "int32_t"), ("cache_layers", "int32_t"),
+        ("line_bytes", "int32_t"), ("cache_layers", "int32_t"), ("session", "int32_t"),
+        # several ranks: where this one reaches everybody's mailbox, and what it has of whole rows
+        ("mailboxes", "char*", MAX_RANKS), ("whole_logits", "float*"), ("greedy_logits", "float*"),
     )
 )  # fmt: skip
 

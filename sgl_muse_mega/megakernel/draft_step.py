@@ -15,6 +15,7 @@ from sgl_muse_mega.megakernel.draft_scratch import DecodeState, DraftActivations
 from sgl_muse_mega.megakernel.draft_weights import KernelDraft, KernelDraftLayer, check_draft
 from sgl_muse_mega.megakernel.instance import BLOCK_ROWS
 from sgl_muse_mega.megakernel.machine import Machine
+from sgl_muse_mega.megakernel.mailbox import Mail, NoMail, session_word
 from sgl_muse_mega.megakernel.scratch import StepInputs
 from sgl_muse_mega.megakernel.step import Step
 from sgl_muse_mega.megakernel.tensors import Spec, check
@@ -41,15 +42,18 @@ class DraftStep:
         progress: Progress = quiet,
         first_epoch: int = 0,
         trace: bool = False,
+        mail: Mail | None = None,
     ) -> None:
-        """taps bf16 [row_cap, n_taps, H]. Raises UserError when sizes or tensors do not fit the kernels."""
+        """taps bf16 [row_cap, n_taps, H]. mail: this rank's place among others (None: it is alone); `config` is of the
+        whole draft, `weights` are the rank's share. Raises UserError when sizes or tensors do not fit the kernels."""
         self.config, self.weights, self.machine = config, weights, machine
         self.inputs, self.taps, self.state = inputs, taps, state
         row_cap, positions = len(inputs.token_ids), len(inputs.full_pages)
-        instance = DraftInstance.for_config(config, target, row_cap=row_cap, sms=machine.sms)
+        self.mail: Mail = mail or NoMail()
+        instance = DraftInstance.for_config(config, target, row_cap=row_cap, sms=machine.sms, ranks=self.mail.ranks)
         self.instance = replace(instance, trace=trace)
         device = machine.device
-        check_draft(config, weights, device)
+        check_draft(instance, weights, device)
         taps_shape = (row_cap, len(config.target_layer_ids), config.hidden_size)
         check([(Spec("taps", taps_shape, torch.bfloat16), taps)], device, "the taps")
         # Logs of the last launch, int64 [CTAs, warps, LOG_WORDS] (csrc/layer/trace.cuh).
@@ -64,6 +68,7 @@ class DraftStep:
         self.rope = rope_table(config.rope_theta, positions, config.head_dim, device)
         self.pages = torch.zeros(positions, dtype=torch.int32, device=device)
         self.caches: list[tuple[Tensor, Tensor]] = []
+        self.mailbox, self._mailboxes = self.mail.take(self.instance.mail_bytes, device)
 
     def use_caches(self, caches: list[tuple[Tensor, Tensor]]) -> None:
         """Binds (keys, values) per layer, bf16 [slots, kv_heads, head_dim]; `pages` says where each position lies.
@@ -73,7 +78,7 @@ class DraftStep:
         c = self.config
         if len(caches) != c.num_hidden_layers:
             raise UserError(f"There are {len(caches)} caches for {c.num_hidden_layers} draft layers.")
-        shape = (caches[0][0].shape[0], c.num_key_value_heads, c.head_dim)
+        shape = (caches[0][0].shape[0], self.instance.kv_heads, c.head_dim)
         pairs = [
             (Spec(f"layers.{i}.{name}", shape, torch.bfloat16), tensor)
             for i, pair in enumerate(caches)
@@ -123,7 +128,7 @@ class DraftStep:
         params = self._params("verify_head_kernel", rows, 3)
         params.lm_head = self.weights.lm_head.data_ptr()
         params.final_norm = step.weights.final_norm.data_ptr()
-        for name in ("stream", "logits", "greedy_ids"):
+        for name in ("stream", "logits", "greedy_ids", "greedy_logits"):
             setattr(params, name, getattr(step.activations, name).data_ptr())
         self.module.launch("verify_head_kernel", params)
 
@@ -132,11 +137,11 @@ class DraftStep:
         are nodes."""
         params = self._params("draft_context_kernel", rows, 2)
         params.nodes, params.path = nodes, self.state.path.data_ptr()
-        c = self.config
         params.fusion, params.hidden_norm = self.weights.fusion.data_ptr(), self.weights.hidden_norm.data_ptr()
         params.taps = self.taps.data_ptr()
+        queries = self.instance.heads * self.instance.head_dim  # rows of q before those of k and v
         for index, layer in enumerate(self.weights.layers):
-            params.context_kv[index] = layer.qkv[c.num_attention_heads * c.head_dim // BLOCK_ROWS :].data_ptr()
+            params.context_kv[index] = layer.qkv[queries // BLOCK_ROWS :].data_ptr()
             params.key_norm[index] = layer.key_norm.data_ptr()
         self._set_caches(params)
         self.module.launch("draft_context_kernel", params)
@@ -157,6 +162,8 @@ class DraftStep:
             found += [(f"draft.{index}.{f.name}", getattr(layer, f.name), True, True) for f in fields(layer)]
         whole = {f.name: getattr(self.weights, f.name) for f in fields(self.weights) if f.name != "layers"}
         found += [(f"draft.{name}", tensor, True, True) for name, tensor in whole.items()]
+        if self.mailbox.numel():
+            found.append(("draft.mailbox", self.mailbox, False, True))
         return [*found, ("draft.rope", self.rope, True, True), ("draft.pages", self.pages, True, True)]
 
     def _set_caches(self, params: DraftParams) -> None:
@@ -180,4 +187,7 @@ class DraftStep:
         params.deadline_ns = self.machine.deadline_ns
         params.trace = self.trace.data_ptr() or None
         params.rows, params.launch = rows, FIRST_LAUNCH + launch
+        params.rank, params.session = self.mail.rank, session_word(self.mail.session)
+        for rank, address in enumerate(self._mailboxes):
+            params.mailboxes[rank] = address
         return params

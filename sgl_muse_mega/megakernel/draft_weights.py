@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sgl_muse_mega.checkpoint.weights import DraftLayerWeights, DraftWeights
 from sgl_muse_mega.config import DraftConfig
-from sgl_muse_mega.megakernel.draft_instance import LARGEST_CHUNK, chunk_of
+from sgl_muse_mega.megakernel.draft_instance import LARGEST_CHUNK, DraftInstance, chunk_of
 from sgl_muse_mega.megakernel.instance import BLOCK_ROWS
 from sgl_muse_mega.megakernel.tensors import Spec, check
 
@@ -33,8 +33,10 @@ class KernelDraftLayer:
 
 @dataclass(frozen=True, slots=True)
 class KernelDraft:
+    """What one rank holds: the selector and what is [H] whole, its share of the rest (`checkpoint.draft_share`)."""
+
     layers: tuple[KernelDraftLayer, ...]
-    fusion: Tensor  # [H, taps H], fragment order
+    fusion: Tensor  # [H, taps H], fragment order; of several ranks as many output rows each
     hidden_norm: Tensor  # [H]
     norm: Tensor  # [H]
     predecessors: Tensor  # [V, rank]
@@ -58,9 +60,14 @@ def fragment_order(weight: Tensor) -> Tensor:
     return ordered.reshape(len(padded) // BLOCK_ROWS, k // chunk, BLOCK_ROWS * chunk).contiguous()
 
 
-def prepare_draft(config: DraftConfig, weights: DraftWeights, embedding: Tensor, lm_head: Tensor) -> KernelDraft:
-    """Copies the matrices into fragment order, the target's head among them; vectors are used where they are."""
-    mask = weights.mask_embedding
+def prepare_draft(
+    config: DraftConfig, weights: DraftWeights, embedding: Tensor, lm_head: Tensor, mask: Tensor | None = None
+) -> KernelDraft:
+    """Copies the matrices into fragment order, the target's head among them; vectors are used where they are.
+
+    mask: the target's embedding of the mask token [H], where `embedding` is a rank's part that may not hold it.
+    """
+    mask = mask if weights.mask_embedding is None else weights.mask_embedding
     return KernelDraft(
         layers=tuple(_prepare_layer(layer) for layer in weights.layers),
         fusion=fragment_order(weights.fc),
@@ -92,12 +99,12 @@ def _prepare_layer(layer: DraftLayerWeights) -> KernelDraftLayer:
     )
 
 
-def check_draft(config: DraftConfig, weights: KernelDraft, device: torch.device) -> None:
-    """Raises UserError unless every tensor is what the kernels read."""
-    c = config
-    h, d, f, rank, vocab = c.hidden_size, c.head_dim, c.intermediate_size, c.selector_rank, c.vocab_size
-    width, kv = c.num_attention_heads * d, c.num_key_value_heads * d
-    projection, base = _packed(4 * (h // c.conv_group_size), h), (2, 2, h)
+def check_draft(instance: DraftInstance, weights: KernelDraft, device: torch.device) -> None:
+    """Raises UserError unless every tensor is what the kernels of this instance read."""
+    i = instance
+    h, d, f, rank, vocab = i.hidden, i.head_dim, i.inter, i.rank, i.vocab
+    width, kv, ids = i.heads * d, i.kv_heads * d, vocab * i.ranks
+    projection, base = _packed(4 * (h // i.conv_group), h), (2, 2, h)
     layer_shapes: dict[str, tuple[int, ...]] = {
         "input_norm": (h,), "attention_projection": projection, "attention_base": base,
         "qkv": _packed(width + 2 * kv, h), "query_norm": (d,), "key_norm": (d,), "output": _packed(h, width),
@@ -105,8 +112,8 @@ def check_draft(config: DraftConfig, weights: KernelDraft, device: torch.device)
         "down": _packed(h, f),
     }  # fmt: skip
     shapes: dict[str, tuple[int, ...]] = {
-        "fusion": _packed(h, len(c.target_layer_ids) * h), "hidden_norm": (h,), "norm": (h,),
-        "predecessors": (vocab, rank), "successors": (vocab, rank), "hidden_projection": _packed(rank, h),
+        "fusion": _packed(h // i.ranks, i.taps * h), "hidden_norm": (h,), "norm": (h,),
+        "predecessors": (ids, rank), "successors": (ids, rank), "hidden_projection": _packed(rank, h),
         "mask_embedding": (h,), "embedding": (vocab, h), "lm_head": _packed(vocab, h),
     }  # fmt: skip
     pairs = [(Spec(name, shape, torch.bfloat16), getattr(weights, name)) for name, shape in shapes.items()]

@@ -5,10 +5,11 @@ that `Instance.header` generates.
 """
 
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from sgl_muse_mega.config import TargetConfig
+from sgl_muse_mega.config import DraftConfig, TargetConfig
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel import protocol
 
@@ -89,6 +90,17 @@ def padded_rows(rows: int, row_bytes: int) -> int:
     return -(-rows // 2) * (2 * row_bytes + 64)
 
 
+def mail_offsets(packets: Mapping[str, int]) -> dict[str, int]:
+    """First packet of each exchange point in what one source fills of a half of a mailbox, and their number."""
+    starts = itertools.accumulate(packets.values(), initial=0)
+    return dict(zip([*(f"{name}_MAIL_AT" for name in packets), "MAIL_PACKETS"], starts, strict=True))
+
+
+def uneven_sizes(config: TargetConfig | DraftConfig, names: Sequence[str], ranks: int) -> list[str]:
+    """Which of these sizes do not divide among the ranks."""
+    return [f"{name} = {getattr(config, name)}" for name in names if getattr(config, name) % ranks]
+
+
 def _largest(candidates: tuple[int, ...], divides: int) -> int | None:
     return next((c for c in candidates if divides % c == 0), None)
 
@@ -152,7 +164,7 @@ class Instance:
         Raises UserError, listing every size that the kernels cannot take.
         """
         parts = ("num_attention_heads", "num_local_experts", "vocab_size")
-        uneven = [f"{name} = {getattr(config, name)}" for name in parts if getattr(config, name) % ranks]
+        uneven = uneven_sizes(config, parts, ranks)
         if uneven:
             raise UserError(f"The model does not divide among {ranks} ranks: {', '.join(uneven)}; use another number.")
         if local_experts is None:
@@ -378,10 +390,9 @@ class Instance:
     @property
     def mail_offsets(self) -> dict[str, int]:
         """First packet of each exchange point in what one source fills of a half of a mailbox, and their number."""
-        packets = {name: self.row_cap * columns // PACKET_COLUMNS for name, columns in self.mail_columns.items()}
-        starts = itertools.accumulate(packets.values(), initial=0)
-        names = [f"{name}_MAIL_AT" for name in packets]
-        return dict(zip([*names, "MAIL_PACKETS"], starts, strict=True))
+        return mail_offsets(
+            {name: self.row_cap * columns // PACKET_COLUMNS for name, columns in self.mail_columns.items()}
+        )
 
     @property
     def mail_bytes(self) -> int:

@@ -1,4 +1,5 @@
-"""Mailboxes of ranks in several processes of one host: an arena per GPU, exchanged as CUDA IPC handles.
+"""Mailboxes of ranks in several processes: an arena per GPU, exchanged as CUDA IPC handles on one host and as fabric
+handles where the ranks run on several hosts of one NVLink domain.
 
 The arenas are the driver's own allocations, not torch's: what torch's allocator is configured to do (expandable
 segments, for one) does not touch them.
@@ -18,8 +19,16 @@ from torch import Tensor
 
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.mailbox import SharedMail
+from sgl_muse_mega.megakernel.peer_handles import (
+    FabricHandles,
+    Handles,
+    IpcHandles,
+    Unopened,
+    call,
+    supports_fabric,
+)
 
-ARENA_BYTES = 64 << 20
+ARENA_BYTES = 160 << 20
 _MASK = 2**64 - 1
 
 
@@ -72,14 +81,15 @@ class Identity:
     name: str
     arena_bytes: int
     session: int
+    fabric: int = 0  # whether its memory can be shared by fabric handles
 
     def pack(self) -> bytes:
         return "\n".join(str(getattr(self, name)) for name in self.__slots__).encode()
 
     @classmethod
     def unpack(cls, text: bytes) -> "Identity":
-        rank, ranks, host, process, device, bus, name, arena, session = text.decode().split("\n")
-        return cls(int(rank), int(ranks), host, int(process), device, bus, name, int(arena), int(session))
+        rank, ranks, host, process, device, bus, name, arena, session, fabric = text.decode().split("\n")
+        return cls(int(rank), int(ranks), host, int(process), device, bus, name, int(arena), int(session), int(fabric))
 
 
 def reasons_against(identities: Sequence[Identity]) -> list[str]:
@@ -96,9 +106,13 @@ def reasons_against(identities: Sequence[Identity]) -> list[str]:
         for i, identity in places
         if "MIG" in identity.name
     ]
-    hosts = sorted({identity.host for identity in identities})
-    if len(hosts) > 1:
-        found.append(f"the ranks run on several hosts ({', '.join(hosts)}), which IPC handles do not reach")
+    without = [str(i) for i, identity in places if not identity.fabric]
+    if several_hosts(identities) and without:
+        hosts = ", ".join(sorted({identity.host for identity in identities}))
+        found.append(
+            f"the ranks run on several hosts ({hosts}), which IPC handles do not reach, and rank {', '.join(without)} "
+            "has no fabric handles"
+        )
     devices = Counter(identity.device for identity in identities)
     for device, count in devices.items():
         if count > 1:
@@ -108,6 +122,10 @@ def reasons_against(identities: Sequence[Identity]) -> list[str]:
         sizes = ", ".join(str(identity.arena_bytes) for identity in identities)
         found.append(f"the ranks' arenas have different sizes ({sizes} bytes)")
     return found
+
+
+def several_hosts(identities: Sequence[Identity]) -> bool:
+    return len({identity.host for identity in identities}) > 1
 
 
 class Arena:
@@ -145,9 +163,15 @@ class PeerMemory:
         self._group, self._driver = group, driver
         self._opened: dict[int, int] = {}
         self._own = 0
+        self._device = int(call(driver.cuCtxGetDevice(), "name the device"))
         mine = self._identity(arena_bytes)
         identities = [Identity.unpack(text) for text in group.gather(mine.pack())]
-        reasons = reasons_against(identities) or self._unreachable(identities)
+        self._handles: Handles = IpcHandles(driver)
+        reasons = reasons_against(identities)
+        if several_hosts(identities):
+            self._handles = FabricHandles(driver, self._device)
+        else:
+            reasons = reasons or self._unreachable(identities)
         self._agree(reasons)
         self.session = identities[0].session
         self._bytes = arena_bytes
@@ -166,7 +190,7 @@ class PeerMemory:
 
     def close(self) -> None:
         """Gives the memory back once no rank can still write to it."""
-        self._call(self._driver.cuCtxSynchronize(), "finish")
+        call(self._driver.cuCtxSynchronize(), "finish")
         self._group.gather(b"done")
         self._release()
 
@@ -182,8 +206,7 @@ class PeerMemory:
     # ---- steps of connecting ----
 
     def _identity(self, arena_bytes: int) -> Identity:
-        driver, call = self._driver, self._call
-        device = call(driver.cuCtxGetDevice(), "name the device")
+        driver, device = self._driver, self._device
         return Identity(
             rank=self._group.rank,
             ranks=self._group.ranks,
@@ -194,12 +217,12 @@ class PeerMemory:
             name=_text(call(driver.cuDeviceGetName(128, device), "name the device")),
             arena_bytes=arena_bytes,
             session=secrets.randbits(31) | 1,
+            fabric=int(supports_fabric(driver, device)),
         )
 
     def _unreachable(self, identities: Sequence[Identity]) -> list[str]:
         """Peers that this process sees and the driver says it cannot access; one it does not see shows when opened."""
         driver = self._driver
-        own = self._call(driver.cuCtxGetDevice(), "name the device")
         found = []
         for rank, identity in enumerate(identities):
             if rank == self._group.rank:
@@ -207,7 +230,7 @@ class PeerMemory:
             code, *devices = driver.cuDeviceGetByPCIBusId(identity.bus.encode())
             if int(code) != 0:
                 continue
-            if not self._call(driver.cuDeviceCanAccessPeer(own, devices[0]), "ask for peer access"):
+            if not call(driver.cuDeviceCanAccessPeer(self._device, devices[0]), "ask for peer access"):
                 found.append(
                     f"GPU {identities[self._group.rank].bus} of rank {self._group.rank} has no peer access to GPU "
                     f"{identity.bus} of rank {rank}"
@@ -215,31 +238,20 @@ class PeerMemory:
         return found
 
     def _allocate(self, as_tensor: Callable[[int, int], Tensor]) -> None:
-        what = f"allocate {self._bytes} bytes of mailboxes"
-        self._own = int(self._call(self._driver.cuMemAlloc(self._bytes), what))
-        self._call(self._driver.cuMemsetD8(self._own, 0, self._bytes), "clear the mailboxes")
-        self._call(self._driver.cuCtxSynchronize(), "clear the mailboxes")
+        self._own = self._handles.allocate(self._bytes)
+        call(self._driver.cuMemsetD8(self._own, 0, self._bytes), "clear the mailboxes")
+        call(self._driver.cuCtxSynchronize(), "clear the mailboxes")
         self._arena = as_tensor(self._own, self._bytes)
 
     def _open(self) -> list[str]:
-        driver, me = self._driver, self._group.rank
-        handle = self._call(driver.cuIpcGetMemHandle(self._own), "share the mailboxes (cuIpcGetMemHandle)")
-        handles = self._group.gather(bytes(handle.reserved))
-        lazily = int(driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
-        found = []
-        for rank, reserved in enumerate(handles):
+        me, found = self._group.rank, []
+        for rank, shared in enumerate(self._group.gather(self._handles.share())):
             if rank == me:
                 continue
-            theirs = driver.CUipcMemHandle()
-            theirs.reserved = reserved
-            code, *address = driver.cuIpcOpenMemHandle(theirs, lazily)
-            if int(code) != 0:
-                found.append(
-                    f"rank {me} cannot open the mailboxes of rank {rank} ({code.name}); ranks in separate containers "
-                    "need one IPC and PID namespace"
-                )
-                continue
-            self._opened[rank] = int(address[0])
+            try:
+                self._opened[rank] = self._handles.open(shared)
+            except Unopened as why:
+                found.append(f"rank {me} cannot open the mailboxes of rank {rank} {why}")
         return found
 
     def _check(self) -> list[str]:
@@ -248,7 +260,7 @@ class PeerMemory:
         reached = {**self._opened, me: self._own}
         for rank in range(ranks):
             self._write(reached[rank] + 8 * me, self._word(me, rank))
-        self._call(self._driver.cuCtxSynchronize(), "write to the other ranks' mailboxes")
+        call(self._driver.cuCtxSynchronize(), "write to the other ranks' mailboxes")
         self._group.gather(b"written")
         found = [
             f"what rank {source} wrote to rank {me} did not arrive"
@@ -262,8 +274,8 @@ class PeerMemory:
             if self._read(reached[rank] + 8 * source) != self._word(source, rank)
         ]
         self._group.gather(b"read")
-        self._call(self._driver.cuMemsetD8(self._own, 0, 8 * ranks), "clear the mailboxes")
-        self._call(self._driver.cuCtxSynchronize(), "clear the mailboxes")
+        call(self._driver.cuMemsetD8(self._own, 0, 8 * ranks), "clear the mailboxes")
+        call(self._driver.cuCtxSynchronize(), "clear the mailboxes")
         return found
 
     def _word(self, source: int, rank: int) -> int:
@@ -271,11 +283,11 @@ class PeerMemory:
 
     def _write(self, address: int, word: int) -> None:
         data = word.to_bytes(8, "little")
-        self._call(self._driver.cuMemcpyHtoD(address, data, 8), "write to another rank's mailboxes")
+        call(self._driver.cuMemcpyHtoD(address, data, 8), "write to another rank's mailboxes")
 
     def _read(self, address: int) -> int:
         data = bytearray(8)
-        self._call(self._driver.cuMemcpyDtoH(data, address, 8), "read another rank's mailboxes")
+        call(self._driver.cuMemcpyDtoH(data, address, 8), "read another rank's mailboxes")
         return int.from_bytes(data, "little")
 
     def _agree(self, reasons: Sequence[str]) -> None:
@@ -287,18 +299,10 @@ class PeerMemory:
 
     def _release(self) -> None:
         for address in self._opened.values():
-            self._driver.cuIpcCloseMemHandle(address)
+            self._handles.close(address)
         self._opened.clear()
-        if self._own:
-            self._driver.cuMemFree(self._own)
-            self._own = 0
-
-    @staticmethod
-    def _call(result: tuple[Any, ...], what: str) -> Any:
-        code, *values = result
-        if int(code) != 0:
-            raise UserError(f"The CUDA driver could not {what}: {code.name}.")
-        return values[0] if len(values) == 1 else values
+        self._handles.free()
+        self._own = 0
 
 
 def _text(value: Any) -> str:

@@ -142,6 +142,7 @@ PARAMETERS: tuple[tuple[str, str], ...] = (
     ("tap_stride", "int64_t"), ("rows", "int32_t"), ("first_expert", "int32_t"), ("window", "int32_t"),
     ("has_next", "int32_t"), ("max_splits", "int32_t"), ("rank", "int32_t"), ("launch", "int32_t"),
     ("session", "int32_t"), ("next_window", "int32_t"), ("reserved", "int32_t"),
+    ("greedy_logits", "float*"),
 )  # fmt: skip
 
 _C_TYPES = {"uint64_t": ctypes.c_uint64, "int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}

@@ -71,6 +71,7 @@ class Activations:
     best_scores: Tensor  # f32 [row_cap, sms, 2]
     best_ids: Tensor  # int32 [row_cap, sms, 2]
     greedy_ids: Tensor  # int64 [row_cap]
+    greedy_logits: Tensor  # f32 [row_cap]; of several ranks alone, where not every rank has the logits of all ids
 
     @classmethod
     def allocate(cls, instance: Instance, device: torch.device) -> "Activations":
@@ -102,6 +103,7 @@ class Activations:
             "best_scores": (f32, (t, i.sms, 2)),
             "best_ids": (i32, (t, i.sms, 2)),
             "greedy_ids": (torch.int64, (t,)),
+            "greedy_logits": (f32, (t,)),
         }
         tensors = {name: torch.empty(shape, dtype=dtype, device=device) for name, (dtype, shape) in shapes.items()}
         activations = cls(**tensors)

@@ -19,7 +19,7 @@ from rank_case import RankCase
 from sgl_muse_mega.emulator.machine import EmulatorFault, Injection, racing
 from sgl_muse_mega.megakernel.build import source_directory
 
-MAILBOX, EXCHANGE = "layer/mailbox.cuh", "layer/exchange.cuh"
+MAILBOX, POINTS, ROWS = "layer/mailbox.cuh", "layer/points.cuh", "layer/row_mail.cuh"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ RANK_FAULTS = (
     ),
     RankFault(
         "two exchange points in one place",
-        Change(MAILBOX, "AT = cfg::EXPERT_MAIL_AT", "AT = cfg::PRE_PROJ_MAIL_AT"),
+        Change(POINTS, "AT = cfg::EXPERT_MAIL_AT", "AT = cfg::PRE_PROJ_MAIL_AT"),
     ),
     RankFault("rows in one place", Change(MAILBOX, "row * Point::PACKETS", "row / 2 * Point::PACKETS")),
     RankFault(
@@ -95,7 +95,7 @@ RANK_FAULTS = (
     RankFault(
         "sums in another order on every rank",
         Change(
-            EXCHANGE,
+            ROWS,
             "unpack_bf16x4(data[turn * cfg::RANKS + rank])",
             "unpack_bf16x4(data[turn * cfg::RANKS + (rank + p.rank) % cfg::RANKS])",
         ),
