@@ -36,8 +36,8 @@ Programs = dict[Actor, list[Operation]]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The hand-offs of a set of kernels: all counters, and which of them a launch of a kernel advances on one of so many
-    ranks."""
+    """The hand-offs of a set of kernels: all counters, and which of them a launch of a kernel advances on one of a
+    number of ranks."""
 
     counters: Sequence[HandOff]
     advanced: Callable[[str, int], Sequence[str]]

@@ -21,6 +21,7 @@ from sgl_muse_mega.speculative.backend import DraftBlock
 from sgl_muse_mega.speculative.sampling import SamplingParams
 
 VOCAB, CONTEXT, WIDTH = 192, 48, 5  # 48 ids of a rank of four are no whole number of warps
+GREEDY = SamplingParams()
 PROMPT = tuple(range(3, 190, 17))  # longer than a prompt step of eight rows
 
 
@@ -47,8 +48,8 @@ class DecodeRankCase:
             num_experts_per_tok=2, num_attention_heads=8, num_key_value_heads=4, sliding_window=32,
         )  # fmt: skip
         draft = draft_config(
-            vocab_size=VOCAB, num_hidden_layers=draft_layers, intermediate_size=256, sliding_window=40, target_layer_ids=(0, 1),
-            num_target_layers=3, max_position_embeddings=config.max_position_embeddings,
+            vocab_size=VOCAB, num_hidden_layers=draft_layers, intermediate_size=256, sliding_window=40,
+            target_layer_ids=(0, 1), num_target_layers=3, max_position_embeddings=config.max_position_embeddings,
         )  # fmt: skip
         weights, draft_weights = random_target(config, 1), random_draft(draft, 2)
         self.ranks = RankThreads(ranks, sms, sources=sources, session=session)
@@ -64,7 +65,7 @@ class DecodeRankCase:
     def run(
         self,
         schedule: Schedule = PLAIN,
-        params: SamplingParams = SamplingParams(),
+        params: SamplingParams = GREEDY,
         *,
         batches: Sequence[int] = (1, 1),
         prompt: Sequence[int] = PROMPT,

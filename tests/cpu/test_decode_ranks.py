@@ -1,30 +1,13 @@
 """Whole decode steps over several emulated ranks: equal reports, the rules' verdicts, the reference draft's rows."""
 
 import functools
-import re
 
 import pytest
 import torch
-from decode_rank_case import CONTEXT, PROMPT, WIDTH, DecodeRankCase, Step
+from decode_rank_case import PROMPT, DecodeRankCase, Step
 
-from sgl_muse_mega.checkpoint import tiny
-from sgl_muse_mega.checkpoint.draft import load_draft
-from sgl_muse_mega.checkpoint.target import load_target
-from sgl_muse_mega.commands.text import Text
-from sgl_muse_mega.config import load_draft_config, load_target_config
-from sgl_muse_mega.emulator.machine import PLAIN, EmulatorFault, EventKind, Injection, Schedule, machine, racing
-from sgl_muse_mega.emulator.rank_threads import RankEmulator, RankThreads
-from sgl_muse_mega.emulator.static_check import ACCEPT, DRAFT, Programs, Rules, check_ranks, programs_of
-from sgl_muse_mega.errors import UserError
-from sgl_muse_mega.megakernel.decode_backend import decode_backend
-from sgl_muse_mega.megakernel.decode_loop import DecodeLoop
-from sgl_muse_mega.megakernel.draft_instance import DraftInstance, TargetEnds
-from sgl_muse_mega.megakernel.place import Place
-from sgl_muse_mega.reference.backend import ReferenceBackend
-from sgl_muse_mega.reference.cache import KVCache
-from sgl_muse_mega.reference.draft import ReferenceDraft
+from sgl_muse_mega.emulator.machine import PLAIN, racing
 from sgl_muse_mega.speculative.accept import accept_greedy, accept_sampled
-from sgl_muse_mega.speculative.generate import StepEvent, generate
 from sgl_muse_mega.speculative.philox import uniform
 from sgl_muse_mega.speculative.sampling import SamplingParams
 

@@ -29,7 +29,7 @@ BAD.name = "CUDA_ERROR_INVALID_VALUE"
 
 @dataclass
 class World:
-    """Several GPUs, by default of one host. lost: (source, rank) whose writes do not arrive; apart: pairs without peer access."""
+    """Several GPUs. lost: (source, rank) whose writes do not arrive; apart: pairs without peer access."""
 
     names: list[str]
     uuids: list[bytes]
