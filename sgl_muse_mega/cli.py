@@ -53,6 +53,7 @@ CostTable = Annotated[
         show_default="composed from one H200 of four",
     ),
 ]
+Ranks = Annotated[int, typer.Option("--ranks", help="GPUs that share the models, 1, 2, 4 or 8; with --backend cuda.")]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
 TopP = Annotated[float, typer.Option("--top-p", help="Nucleus mass, above 0; 1 is off.")]
 TopK = Annotated[int, typer.Option("--top-k", help="Most likely ids to keep; 0 is off.")]
@@ -82,6 +83,7 @@ def generate(
     seed: Seed = 0,
     backend: Backend = "auto",
     kv_cache_dtype: KVCacheDtype = "bf16",
+    ranks: Ranks = 1,
 ) -> None:
     """Continue a prompt and stream the text; the last line tells tokens, steps, accept length and speed."""
     from sgl_muse_mega.commands import generate as command
@@ -90,7 +92,7 @@ def generate(
     code = command.run(
         prompt,
         prompt_file,
-        _pair_options(model, draft, no_draft, backend, kv_cache_dtype, width, tree, nodes, cost_table),
+        _pair_options(model, draft, no_draft, backend, kv_cache_dtype, width, tree, nodes, cost_table, ranks),
         SamplingParams(temperature, top_p, top_k, min_p, seed),
         max_new_tokens=max_new_tokens,
         raw=raw,
@@ -120,6 +122,7 @@ def evaluate(
     seed: Annotated[int, typer.Option("--seed", help="Of the first problem; the others count up.")] = 0,
     backend: Backend = "auto",
     kv_cache_dtype: KVCacheDtype = "bf16",
+    ranks: Ranks = 1,
 ) -> None:
     """Measure exact answers and accept length on JSON lines with "question" and "answer"."""
     from sgl_muse_mega.commands import evaluate as command
@@ -127,7 +130,7 @@ def evaluate(
 
     code = command.run(
         file,
-        _pair_options(model, draft, no_draft, backend, kv_cache_dtype, width, tree, nodes, cost_table),
+        _pair_options(model, draft, no_draft, backend, kv_cache_dtype, width, tree, nodes, cost_table, ranks),
         SamplingParams(temperature, top_p, top_k, min_p, seed),
         limit=limit,
         max_new_tokens=max_new_tokens,
@@ -287,6 +290,7 @@ def _pair_options(
     tree: bool,
     nodes: int | None,
     cost_table: Path | None,
+    ranks: int,
 ) -> "PairOptions":
     from sgl_muse_mega.commands.pair import PairOptions
 
@@ -295,7 +299,7 @@ def _pair_options(
         rows = None if width is None or automatic else int(width)
     except ValueError:
         raise UserError(f"The verify width is a number or auto, found {width!r}; change --width.") from None
-    return PairOptions(model, draft, no_draft, backend, kv_cache_dtype, rows, automatic, tree, nodes, cost_table)
+    return PairOptions(model, draft, no_draft, backend, kv_cache_dtype, rows, automatic, tree, nodes, cost_table, ranks)
 
 
 if __name__ == "__main__":

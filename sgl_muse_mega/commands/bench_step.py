@@ -100,8 +100,8 @@ def build(options: Options, machine: CudaMachine) -> DecodeLoop:
     return loop
 
 
-def spark_draft(target: TargetConfig) -> DraftConfig:
-    """The expected draft of specification section 6."""
+def spark_draft(target: TargetConfig, **changes: Any) -> DraftConfig:
+    """The expected draft of specification section 6; `changes` replaces fields."""
     last = target.num_hidden_layers
     return DraftConfig.model_validate(
         {
@@ -112,6 +112,7 @@ def spark_draft(target: TargetConfig) -> DraftConfig:
             "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16,
             "target_layer_ids": tuple(round(1 + i * (last - 4) / 4) for i in range(5)), "mask_token_id": 201818,
             "output_multiplier": 0.17677669529663687, "final_logit_softcapping": 20.0, "num_target_layers": last,
+            **changes,
         }
     )  # fmt: skip
 

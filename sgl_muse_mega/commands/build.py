@@ -46,10 +46,12 @@ def instances(
     }  # fmt: skip
     for row_cap in ROW_CAPS:
         if draft:
-            found[f"draft {row_cap}"] = DraftInstance.for_config(draft, TargetEnds.of(config), row_cap=row_cap, sms=sms)
+            found[f"draft {row_cap}"] = DraftInstance.for_config(
+                draft, TargetEnds.of(config), row_cap=row_cap, sms=sms, ranks=ranks
+            )
         found[f"accept {row_cap}"] = AcceptInstance.for_sms(
             sms, vocab=config.vocab_size, selector_k=draft.selector_top_k if draft else 1,
-            softcap=config.final_logit_softcapping, row_cap=row_cap,
+            softcap=config.final_logit_softcapping, row_cap=row_cap, ranks=ranks,
         )  # fmt: skip
     return found
 

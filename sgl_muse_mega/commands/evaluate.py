@@ -79,6 +79,8 @@ def run(
                 progress.update(task, advance=1, description=f"{right} right, accept length {pooled:.2f}")
         except KeyboardInterrupt:
             interrupted = True
+        else:
+            pair.close()
 
     console = Console(soft_wrap=True, highlight=False)
     if not rows:

@@ -54,6 +54,8 @@ def run(
                 sys.stdout.flush()
     except KeyboardInterrupt:
         interrupted = True
+    else:
+        pair.close()
     if as_json:
         print(json.dumps(as_object(generation, pair.text.decode(generation.tokens), interrupted), ensure_ascii=False))
     else:

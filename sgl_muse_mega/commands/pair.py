@@ -11,6 +11,7 @@ import torch
 from sgl_muse_mega.checkpoint import tiny
 from sgl_muse_mega.checkpoint.draft import load_draft
 from sgl_muse_mega.checkpoint.target import load_target
+from sgl_muse_mega.commands.ranks import RankProcesses
 from sgl_muse_mega.commands.text import Text
 from sgl_muse_mega.config import DraftConfig, TargetConfig, check_pair, load_draft_config, load_target_config
 from sgl_muse_mega.errors import UserError
@@ -46,6 +47,7 @@ class PairOptions:
     tree: bool = False
     nodes: int | None = None  # most rows of a tree; None is the verify width, or 16 when they are chosen
     cost_table: Path | None = None  # for `automatic`; None is the composed table of one H200 of four
+    ranks: int = 1  # GPUs that share the models
 
 
 class Pair:
@@ -80,6 +82,9 @@ class Pair:
             if options.automatic:
                 self.width = min(self.draft_config.block_size, MAX_ROWS)
         self.plan = self._plan(options)
+        if options.ranks != 1 and self.backend_name != "cuda":
+            raise UserError(f"Several ranks need GPUs and the backend is {self.backend_name}; add --backend cuda.")
+        self._ranks = RankProcesses(options.ranks, sys.argv[1:]) if options.ranks != 1 else None
         self.text = Text(self.directory)
 
     def check_prompt(self, ids: list[int], name: str = "The prompt") -> None:
@@ -104,7 +109,9 @@ class Pair:
         draft_weights = None
         if self.draft_directory is not None and self.draft_config is not None:
             draft_weights = load_draft(self.draft_directory, self.draft_config)
-        weights = load_target(self.directory, self.config)
+        machine, place = self._ranks.connect() if self._ranks else (None, None)
+        rank, ranks = (place.rank, place.ranks) if place else (0, 1)
+        weights = load_target(self.directory, self.config, rank=rank, ranks=ranks)
         # one step more than is needed, so that the last steps have as many rows as all others
         max_context = prompt_tokens + max_new_tokens + max(self.width, self.plan.nodes or 0)
         if self.backend_name in ("cuda", "emulator"):
@@ -115,10 +122,11 @@ class Pair:
                 weights,
                 self.draft_config,
                 draft_weights,
-                machine=_machine(self.backend_name),
+                machine=machine or _machine(self.backend_name),
                 width=max(self.width, self.plan.nodes or 0),
                 max_context=max_context,
                 kv_dtype=self.kv_cache_dtype,
+                place=place,
                 progress=lambda message: print(message, file=sys.stderr, flush=True),
             )
         return ReferenceBackend(
@@ -129,6 +137,11 @@ class Pair:
             max_context=max_context,
             kv_dtype=self.kv_cache_dtype,
         )
+
+    def close(self) -> None:
+        """After the last token: several ranks part in order."""
+        if self._ranks:
+            self._ranks.close()
 
     def _plan(self, options: PairOptions) -> RowPlan:
         if options.nodes is not None and not options.tree:

@@ -49,6 +49,8 @@ class DecodeLoop:
         """
         check_prompt(ids, self.max_context)
         self._drain()
+        if self._place:
+            self._place.meet()
         self.decode.declare(self.caches)
         self.length = 0
         for start in range(0, len(ids), self.width_limit):

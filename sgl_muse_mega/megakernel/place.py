@@ -24,6 +24,10 @@ class Place:
     def ranks(self) -> int:
         return self.mail.ranks
 
+    def meet(self) -> None:
+        """Returns when all ranks are here, so that who is late to start is not taken for dead by kernels that wait."""
+        self.group.gather(b"here")
+
     def join(self, part: Tensor) -> Tensor:
         """The ranks' parts one after the other along the first dimension, on the CPU; all ranks call it together."""
         own = part.detach().cpu().contiguous()

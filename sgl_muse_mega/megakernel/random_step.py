@@ -1,6 +1,6 @@
 """Steps over random weights and random contexts, for checks and benchmarks without a checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -74,37 +74,43 @@ def random_weights(
     rank: int = 0,
     ranks: int = 1,
     field_order: bool = False,
+    made: Callable[[int], None] = lambda index: None,
 ) -> KernelWeights:
     """Rank `rank`'s share of random weights; every tensor is away from its neutral value, and layer i depends on the
     seed and i alone.
 
-    With `local_experts` given, one rank's share is drawn directly, the experts in the kernels' layout, which is what
+    With `local_experts` given, one rank's share is drawn directly, the same on every rank but for its rows of embedding
+    and head, the experts in the kernels' layout, which is what
     makes full-size layers quick to build. field_order: NVFP4 words in field order; the
-    weights are the same as in Marlin's only without `local_experts`.
+    weights are the same as in Marlin's only without `local_experts`. made: called with each layer that is there; those
+    with BF16 experts come first, whose making takes more memory than they do.
     """
-    layers = []
-    for index in range(config.num_hidden_layers):
+    layers: dict[int, KernelLayer] = {}
+    for index in sorted(range(config.num_hidden_layers), key=config.nvfp4_experts):
         if local_experts is None:
             whole = random_layer(config, index, seed * 1000 + index + 1, device)
             part = share_layer(config, index, whole, rank=rank, ranks=ranks)
-            layers.append(prepare_layer(config, part, field_order=field_order))
+            layers[index] = prepare_layer(config, part, field_order=field_order)
         else:
             direct = _direct_layer(config, index, seed, device, first_expert, local_experts, ranks)
-            layers.append(replace(direct, field_order=field_order and direct.nvfp4))
+            layers[index] = replace(direct, field_order=field_order and direct.nvfp4)
+        made(index)
     generator = torch.Generator(device).manual_seed(seed)
-    vocabulary = (config.vocab_size, config.hidden_size)
+    own = torch.Generator(device).manual_seed(seed + 7907 * rank) if ranks > 1 else generator
 
-    def normal(*shape: int, std: float) -> Tensor:
-        return (torch.randn(*shape, generator=generator, device=device) * std).to(torch.bfloat16)
+    def normal(*shape: int, std: float, source: torch.Generator = generator) -> Tensor:
+        return (torch.randn(*shape, generator=source, device=device) * std).to(torch.bfloat16)
 
-    def share(whole: Tensor) -> Tensor:
-        return whole.chunk(ranks)[rank].contiguous()
+    def share(std: float) -> Tensor:
+        if local_experts is not None:
+            return normal(config.vocab_size // ranks, config.hidden_size, std=std, source=own)
+        return normal(config.vocab_size, config.hidden_size, std=std).chunk(ranks)[rank].contiguous()
 
     return KernelWeights(
-        embedding=share(normal(*vocabulary, std=1.0)),
-        layers=tuple(layers),
+        embedding=share(std=1.0),
+        layers=tuple(layers[index] for index in range(config.num_hidden_layers)),
         final_norm=1 + normal(config.hidden_size, std=0.1),
-        lm_head=share(normal(*vocabulary, std=4 * config.hidden_size**-0.5)),
+        lm_head=share(std=4 * config.hidden_size**-0.5),
     )
 
 
@@ -134,8 +140,11 @@ def _direct_layer(
     )
     prepared = prepare_layer(config, layer)
     if not config.nvfp4_experts(index):
-        gate_up = torch.stack([normal(2 * inner, m, std=m**-0.5) for _ in range(local)])
-        down = torch.stack([normal(m, inner, std=inner**-0.5) for _ in range(local)])
+        gate_up = torch.empty(local, 2 * inner, m, dtype=torch.bfloat16, device=device)
+        down = torch.empty(local, m, inner, dtype=torch.bfloat16, device=device)
+        for experts in (gate_up, down):
+            for expert in experts:
+                expert.copy_(normal(*expert.shape, std=expert.shape[1] ** -0.5))
         return replace(prepared, gate_up=gate_up, down=down)
 
     def words(*shape: int) -> Tensor:
