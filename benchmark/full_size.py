@@ -323,7 +323,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     start = time.monotonic()
-    sizes = Sizes(3 if given.dry_run else given.layers, given.experts, given.dry_run)
+    sizes = Sizes(3 if given.dry_run else given.layers, given.experts, tiny=given.dry_run)
     options = Options(sizes, given.rows, given.context, given.repeats, given.steps, given.seed)
     if given.dry_run:
         found = run_on_emulator(work, options, given.ranks, show=show)

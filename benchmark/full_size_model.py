@@ -27,8 +27,10 @@ class Sizes:
     """tiny: sizes that the emulator runs, to see that the script works."""
 
     layers: int
-    experts: int
-    tiny: bool
+    experts: int = EXPERTS
+    heads: int = HEADS
+    top_k: int = 8
+    tiny: bool = False
 
     def target(self) -> TargetConfig:
         """First and last layer with BF16 experts, the others NVFP4; every fourth layer attends to the whole context."""
@@ -39,7 +41,10 @@ class Sizes:
                 sliding_window=32,
             )  # fmt: skip
         else:
-            config = spark_config(self.layers, experts=self.experts, heads=HEADS, vocab_size=VOCABULARY)
+            config = spark_config(
+                self.layers, experts=self.experts, heads=self.heads, vocab_size=VOCABULARY,
+                num_experts_per_tok=self.top_k,
+            )  # fmt: skip
         ends = (f"model.language_model.layers.{index}.*" for index in (0, self.layers - 1))
         quantization = QuantizationConfig(quant_algo="NVFP4", group_size=16, exclude=tuple(ends))
         lists = {"layer_types": None, "layer_rope_theta": None}  # the published pattern

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 LAYERS, RANK_OF, WIDTH, CONTEXT, PROFILED_TOKENS = 14, 4, 8, 1024, 48
-STOCK_SHAPE = f"{LAYERS} 64 2 32 4 {WIDTH}"
 STEP = re.compile(r"^rep \d+ .*-> ([\d.]+) ms per step", re.MULTILINE)
 KERNEL = re.compile(r"^PROF\s+([\d.]+) us\s+(\d+) x\s+[\d.]+ us\s+(.*)$", re.MULTILINE)
 ATTENTION = ("_fwd_kernel", "_fwd_grouped_kernel_stage1", "_fwd_kernel_stage2")
@@ -55,14 +54,21 @@ def run_ours(repeats: int, timeout: float) -> dict[str, Any]:
     return found
 
 
-def run_stock(folder: Path, accept_length: float, tokens: int, profile: bool, timeout: float) -> dict[str, Any]:
+def stock_shape(layers: int, ranks: int) -> str:
+    """Arguments of make_models.py: the rival's model on `ranks` GPUs that does the work of so many of four ranks."""
+    return f"{layers} {64 * ranks} {2 * ranks} {32 * ranks} {4 * ranks} {WIDTH}"
+
+
+def run_stock(
+    folder: Path, accept_length: float, tokens: int, profile: bool, timeout: float, ranks: int = 1, layers: int = LAYERS
+) -> dict[str, Any]:
     """ms per step of every repeat; with a profile, also ms of the attention kernels per step."""
     engine = f"python3 run_engine.py --dir /tmp/stock_step --spec 1 --new {tokens} --prompt {CONTEXT} --width {WIDTH}"
-    engine += f" --acc {accept_length}"
+    engine += f" --acc {accept_length} --tp {ranks}"
     with tempfile.TemporaryDirectory() as traces:
         if profile:
             engine += f" --profile {shlex.quote(traces)}"
-        script = f". ./device.sh && python3 make_models.py /tmp/stock_step {STOCK_SHAPE} && {engine}"
+        script = f". ./device.sh && python3 make_models.py /tmp/stock_step {stock_shape(layers, ranks)} && {engine}"
         environment = {**os.environ, "STOCK_DIR": str(folder)}
         environment.pop("PYTHONPATH", None)
         output = call(["bash", "-c", script], folder, timeout, environment)
@@ -135,7 +141,13 @@ def main() -> int:
         print(f"round {number + 1}: ours {mine['ms']:.3f} ms, stock {', '.join(map(str, rival['ms']))} ms", flush=True)
     attention_ms = rounds[-1]["stock"].get("attention_ms", 0.0)
     ratios = summary(rounds, attention_ms)
-    record = {"shape": STOCK_SHAPE, "context": CONTEXT, "accept_length": accept_length, "rounds": rounds, **ratios}
+    record = {
+        "shape": stock_shape(LAYERS, 1),
+        "context": CONTEXT,
+        "accept_length": accept_length,
+        "rounds": rounds,
+        **ratios,
+    }
     report(record, attention_ms, arguments)
     if arguments.keep_cache:
         target = shlex.quote(str(arguments.keep_cache.resolve()))

@@ -1,8 +1,10 @@
 """A small random pair that decodes over several emulated ranks, one thread each, and what may be asked of it."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 from draft_case import draft_config
@@ -12,6 +14,10 @@ from sgl_muse_mega.checkpoint.random_weights import random_draft, random_target
 from sgl_muse_mega.checkpoint.target import share_target
 from sgl_muse_mega.emulator.machine import PLAIN, Schedule
 from sgl_muse_mega.emulator.rank_threads import RankEmulator, RankThreads
+from sgl_muse_mega.emulator.stepper import EmulatedModule
+from sgl_muse_mega.megakernel.accept_step import AcceptStep
+from sgl_muse_mega.megakernel.build import Progress, quiet
+from sgl_muse_mega.megakernel.compiled import Compiled
 from sgl_muse_mega.megakernel.decode_backend import decode_backend
 from sgl_muse_mega.megakernel.decode_loop import DecodeLoop
 from sgl_muse_mega.megakernel.decode_request import Report, read_report
@@ -21,8 +27,9 @@ from sgl_muse_mega.speculative.backend import DraftBlock
 from sgl_muse_mega.speculative.sampling import SamplingParams
 
 VOCAB, CONTEXT, WIDTH = 192, 48, 5  # 48 ids of a rank of four are no whole number of warps
+ACCEPT_THREADS = 64  # of a CTA; the kernel's own number would take most of the emulator's time
 GREEDY = SamplingParams()
-PROMPT = tuple(range(3, 190, 17))  # longer than a prompt step of eight rows
+PROMPT = tuple(range(3, 190, 27))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +47,9 @@ class DecodeRankCase:
     """Every rank's loop over its share; layers of the draft: one is enough where hand-offs are counted."""
 
     def __init__(
-        self, ranks: int, sources: Path | None = None, *, sms: int = 2, draft_layers: int = 2, session: int = 1
+        self, ranks: int, *, sms: int = 2, draft_layers: int = 2, sources: Path | None = None, changed: str = ""
     ) -> None:
+        """sources: a changed copy of csrc, for the kernels of the file `changed` alone."""
         torch.set_num_threads(1)
         config = tiny_config(
             3, vocab_size=VOCAB, hidden_size=128, moe_hidden_size=64, moe_intermediate_size=64, num_local_experts=8,
@@ -52,15 +60,24 @@ class DecodeRankCase:
             target_layer_ids=(0, 1), num_target_layers=3, max_position_embeddings=config.max_position_embeddings,
         )  # fmt: skip
         weights, draft_weights = random_target(config, 1), random_draft(draft, 2)
-        self.ranks = RankThreads(ranks, sms, sources=sources, session=session)
+        self.draft_config, self.weights, self.draft_weights = draft, weights, draft_weights
+        self.embedding_eps = config.rms_norm_eps
+        self.ranks = RankThreads(ranks, sms)
 
         def build(machine: RankEmulator, place: Place) -> DecodeLoop:
+            def load(instance: Compiled, progress: Progress = quiet) -> EmulatedModule:
+                machine._sources = sources if instance.source == changed else None
+                return RankEmulator.load(machine, instance, progress)
+
+            machine.load = load  # type: ignore[method-assign]
             return decode_backend(
                 config, share_target(config, weights, rank=place.rank, ranks=ranks), draft, draft_weights,
                 machine=machine, width=WIDTH, max_context=CONTEXT, place=place,
             )  # fmt: skip
 
-        self.loops = self.ranks.run(build)
+        small = functools.partial(AcceptStep, threads=ACCEPT_THREADS)
+        with mock.patch("sgl_muse_mega.megakernel.decode_backend.AcceptStep", small):
+            self.loops = self.ranks.run(build)
 
     def run(
         self,
