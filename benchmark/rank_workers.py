@@ -125,7 +125,7 @@ def _process(
         worker(machine, Place(peers.mail(), group), options, tell)
         machine.synchronize()
         peers.close()
-    except (UserError, RuntimeError) as error:
+    except Exception as error:  # whatever it is, the other processes must hear of it
         tell("problem", str(error))
 
 
