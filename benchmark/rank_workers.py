@@ -110,7 +110,7 @@ def _process(
     from torch.distributed import TCPStore
 
     from sgl_muse_mega.megakernel.cuda import CudaMachine
-    from sgl_muse_mega.megakernel.peers import PeerMemory, StoreGroup
+    from sgl_muse_mega.megakernel.peers import DECODE_ARENA_BYTES, PeerMemory, StoreGroup
 
     def tell(kind: str, content: Any) -> None:
         answer.send((kind, content))
@@ -121,7 +121,7 @@ def _process(
         group = StoreGroup(TCPStore("127.0.0.1", port, ranks, rank == 0, timedelta(seconds=300)), rank, ranks)
         from cuda.bindings import driver  # after torch has made the context
 
-        peers = PeerMemory(group, driver)
+        peers = PeerMemory(group, driver, arena_bytes=DECODE_ARENA_BYTES)
         worker(machine, Place(peers.mail(), group), options, tell)
         machine.synchronize()
         peers.close()

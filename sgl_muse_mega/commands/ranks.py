@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import IO, TYPE_CHECKING
 
 from sgl_muse_mega.errors import UserError
-from sgl_muse_mega.megakernel.peers import PeerMemory, StoreGroup
+from sgl_muse_mega.megakernel.peers import DECODE_ARENA_BYTES, PeerMemory, StoreGroup
 from sgl_muse_mega.megakernel.place import Place
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class RankProcesses:
         )
         from cuda.bindings import driver  # after torch has made the context
 
-        self._peers = PeerMemory(group, driver)
+        self._peers = PeerMemory(group, driver, arena_bytes=DECODE_ARENA_BYTES)
         return machine, Place(self._peers.mail(), group)
 
     def close(self) -> None:

@@ -28,7 +28,8 @@ from sgl_muse_mega.megakernel.peer_handles import (
     supports_fabric,
 )
 
-ARENA_BYTES = 160 << 20
+ARENA_BYTES = 64 << 20  # for the layers of the target
+DECODE_ARENA_BYTES = 160 << 20  # for whole decode steps: rows of logits are the largest part
 _MASK = 2**64 - 1
 
 
