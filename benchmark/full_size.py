@@ -2,7 +2,7 @@
 
     python benchmark/full_size.py --ranks 4 --json full.json --save          # one call of less than ten minutes
     python benchmark/full_size.py --ranks 2 --layers 26 --json full-2.json   # as many layers as fit
-    python benchmark/full_size.py --ranks 1 --layers 12 --json full-1.json
+    python benchmark/full_size.py --ranks 1 --layers 10 --json full-1.json
     python benchmark/full_size.py --dry-run --ranks 2                        # tiny sizes on the emulator
 
 For every number of rows: the whole step and its parts, each alone in a graph; what a layer's exchanges cost beside the
