@@ -201,19 +201,32 @@ def bench_layer(
 def bench_step(
     layers: Annotated[int, typer.Option("--layers", help="Layers of the target.")] = 14,
     rank_of: Annotated[int, typer.Option("--rank-of", help="Ranks that share heads and experts.")] = 4,
-    width: Annotated[int, typer.Option("--width", help="Verify width.")] = 8,
+    width: Annotated[str, typer.Option("--width", help="Verify width; auto: times by the rows that count.")] = "8",
+    tree: Annotated[bool, typer.Option("--tree", help="Times of token trees, not of parts.")] = False,
+    nodes: Nodes = None,
+    costs: Annotated[Path | None, typer.Option("--costs", help="Write --width auto's times for --cost-table.")] = None,
     context: Annotated[int, typer.Option("--context", help="Committed positions at the start.")] = 2048,
     accept_length: Annotated[float, typer.Option("--accept-length", help="Tokens per step, for tokens/s.")] = 4.0,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     repeats: Annotated[int, typer.Option("--repeats", help="Timed replays of every part.")] = 50,
     seed: Annotated[int, typer.Option("--seed", help="Of the random weights.")] = 1,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --tree or --width auto: the bundled pair on the emulator.")
+    ] = False,
     save: Annotated[bool, typer.Option("--save", help="Write the results and the named figures.")] = False,
 ) -> None:
     """Time a whole decode step and its parts on random weights of Muse Spark's sizes."""
+    from sgl_muse_mega.commands import bench_rows
     from sgl_muse_mega.commands import bench_step as command
 
-    options = command.Options(layers, rank_of, width, context, accept_length, temperature, top_p, repeats, seed, save)
+    rows = 8 if width == "auto" else _whole_width(width)
+    options = command.Options(layers, rank_of, rows, context, accept_length, temperature, top_p, repeats, seed, save)
+    if tree or width == "auto":
+        chosen = bench_rows.options_of(options, width, tree=tree, nodes=nodes, costs=costs, dry_run=dry_run)
+        raise typer.Exit(bench_rows.run(chosen))
+    if dry_run or nodes is not None or costs is not None:
+        raise UserError("--dry-run, --nodes and --costs are for --tree and --width auto; add one of them.")
     raise typer.Exit(command.run(options))
 
 
@@ -295,11 +308,15 @@ def _pair_options(
     from sgl_muse_mega.commands.pair import PairOptions
 
     automatic = width == "auto"
+    rows = None if width is None or automatic else _whole_width(width)
+    return PairOptions(model, draft, no_draft, backend, kv_cache_dtype, rows, automatic, tree, nodes, cost_table, ranks)
+
+
+def _whole_width(width: str) -> int:
     try:
-        rows = None if width is None or automatic else int(width)
+        return int(width)
     except ValueError:
         raise UserError(f"The verify width is a number or auto, found {width!r}; change --width.") from None
-    return PairOptions(model, draft, no_draft, backend, kv_cache_dtype, rows, automatic, tree, nodes, cost_table, ranks)
 
 
 if __name__ == "__main__":

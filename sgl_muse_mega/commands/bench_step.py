@@ -17,6 +17,7 @@ from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.cuda import CudaMachine
 from sgl_muse_mega.megakernel.decode_backend import assemble
 from sgl_muse_mega.megakernel.decode_loop import DecodeLoop
+from sgl_muse_mega.megakernel.decode_request import Report
 from sgl_muse_mega.megakernel.draft_weights import prepare_draft
 from sgl_muse_mega.megakernel.random_step import random_weights, spark_config
 from sgl_muse_mega.results import Figure
@@ -78,17 +79,21 @@ def run(options: Options) -> int:
     return 0
 
 
-def build(options: Options, machine: CudaMachine) -> DecodeLoop:
-    """A random pair: Muse Spark's sizes, the heads and experts of one rank, and a whole draft."""
+def build(options: Options, machine: CudaMachine, rows: int = 1) -> DecodeLoop:
+    """A random pair: Muse Spark's sizes, the heads and experts of one rank, and a whole draft.
+
+    rows: of a step, if they are more than the width.
+    """
     local = EXPERTS // options.rank_of
     config = spark_config(options.layers, heads=HEADS // options.rank_of, vocab_size=202048)
     weights = random_weights(config, options.seed, machine.device, first_expert=0, local_experts=local)
     draft_config = spark_draft(config)
     draft = random_draft(draft_config, options.seed, machine.device)
-    max_context = options.context + (options.repeats + 8) * 4 * options.width
+    rows = max(rows, options.width)
+    max_context = options.context + (options.repeats + 8) * 4 * rows
     loop = assemble(
         config, weights, draft_config, prepare_draft(draft_config, draft, weights.embedding, weights.lm_head),
-        machine=machine, width=options.width, max_context=max_context, kv_dtype="fp8",
+        machine=machine, width=rows, max_context=max_context, kv_dtype="fp8",
     )  # fmt: skip
     assert loop.decode.draft is not None
     loop.length = options.context
@@ -208,6 +213,18 @@ def measure(
 def measure_steps(loop: DecodeLoop, options: Options) -> tuple[list[float], list[float]]:
     """us of whole steps, and us between the end of one and the begin of the next while the host reads every report."""
     begin(loop, options.width, sampling(options))
+    return time_steps(loop, options.repeats, options.width)
+
+
+def check_rows(report: Report, rows: int) -> None:
+    """Raises UserError when a step did not verify `rows` rows for their own sake."""
+    if report.rows != rows:
+        raise UserError(f"A step of {rows} rows verified {report.rows}; the context is full, or the kernels are wrong.")
+
+
+def time_steps(loop: DecodeLoop, repeats: int, rows: int) -> tuple[list[float], list[float]]:
+    """The same of `repeats` steps of a sequence that has begun, each of `rows` rows. Raises UserError when they had
+    others."""
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def mark(before: bool) -> None:
@@ -216,8 +233,8 @@ def measure_steps(loop: DecodeLoop, options: Options) -> tuple[list[float], list
         marks[-1][0 if before else 1].record()
 
     loop.mark = mark
-    for _ in range(options.repeats + 3):
-        loop.next_step()
+    for _ in range(repeats + 3):
+        check_rows(loop.next_step(), rows)
     loop.mark = None
     torch.cuda.synchronize()
     steps = [start.elapsed_time(end) * 1e3 for start, end in marks[3:]]
