@@ -79,6 +79,7 @@ class AcceptStep:
 
     def launch_compact(self) -> None:
         """Enqueues the move of a tree's kept rows to where a chain would have left them."""
+        assert len(self.cache_lines), "use_caches comes first"
         params = DraftParams()
         for name in ("state", "path"):
             setattr(params, name, getattr(self.state, name).data_ptr())

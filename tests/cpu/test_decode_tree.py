@@ -1,5 +1,8 @@
 """Whole decode steps over trees and chosen widths, on the emulated machine, against the step loop on the reference."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,10 +10,15 @@ from test_decode_step_kernel import CONTEXT, Pair
 
 from sgl_muse_mega.emulator.machine import PLAIN, racing
 from sgl_muse_mega.emulator.stepper import Emulator
+from sgl_muse_mega.megakernel.decode_request import request_words
 from sgl_muse_mega.speculative.generate import Generation, generate
 from sgl_muse_mega.speculative.rows import RowPlan
-from sgl_muse_mega.speculative.sampling import SamplingParams
+from sgl_muse_mega.speculative.sampling import SamplingParams, argmax
 from sgl_muse_mega.speculative.width import CostTable
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmark"))
+
+from tree_check import Steps, check_step
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +58,21 @@ def test_greedy_tree(pair: Pair) -> None:
 
 
 def test_sampled_tree_with_a_chosen_width(pair: Pair) -> None:
-    made = run(pair, SamplingParams(temperature=1.3, seed=4), RowPlan(nodes=7, cost=cost(0.05)), 4, 6)
+    made = run(pair, SamplingParams(temperature=1.3, seed=4), RowPlan(nodes=7, cost=cost(0.05)), 4, 4)
     assert len(made.stats.rows_per_step) > 1
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.1])
-def test_chain_of_chosen_width(pair: Pair, temperature: float) -> None:
-    made = run(pair, SamplingParams(temperature=temperature, seed=3), RowPlan(cost=cost(0.1)), 8, 6)
-    assert max(made.stats.rows_per_step) > 1
+@pytest.mark.parametrize("nodes", [None, 8])
+def test_steps_are_those_of_the_rules(pair: Pair, nodes: int | None) -> None:
+    """What benchmark/tree_check.py checks on a GPU: plan, path and calibration to the bit."""
+    params, plan = SamplingParams(temperature=1.0, seed=5), RowPlan(nodes, cost(0.05))
+    loop, found = pair.kernels, Steps()
+    anchor = argmax(loop.prefill(pair.ids))
+    words = request_words(params, max_new_tokens=50, max_context=CONTEXT)
+    loop.decode.begin(anchor, len(pair.ids), words, plan)
+    for number in (1, 2):
+        check_step(loop, params, plan, number, found)
+    assert found.plans == found.paths == found.calibrations == found.steps == 2
 
 
 def test_a_tree_that_fills_the_context(pair: Pair) -> None:

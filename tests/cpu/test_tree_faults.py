@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from draft_case import DraftCase, draft_config
 from race_faults import Change
 from test_accept_kernel import ROW_CAP
 from test_tree_accept_kernel import LENGTH, PlanCase, some_caches, whole_path
-from test_tree_kernel import ANCHOR, random_state, run_head
+from test_tree_kernel import ANCHOR, few_candidates, random_state, run_head
 
 from sgl_muse_mega.emulator.machine import EmulatorFault, Schedule, racing
 from sgl_muse_mega.megakernel.build import source_directory
@@ -22,7 +21,7 @@ Run = Callable[[Schedule], object]
 
 
 def planning(sources: Path | None) -> Run:
-    case = DraftCase(draft_config(num_hidden_layers=1), row_cap=8, sms=2, sources=sources)
+    case = few_candidates(sources)
     case.fill(LENGTH, ANCHOR)
     case.declare()
     case.step.launch_block(8)

@@ -1,5 +1,7 @@
 """Trees and automatic widths of the draft's head launch against speculative.tree and speculative.width, to the bit."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -16,14 +18,20 @@ LENGTH, ANCHOR = 40, 19
 
 @pytest.fixture(scope="module")
 def case() -> DraftCase:
-    """Sixteen rows; the block's last rows are made once, the head runs over them again and again."""
+    """Sixteen rows; the block's last rows are made once, the head runs over them again and again. The kernels are those
+    of test_draft_kernel."""
     torch.set_num_threads(1)
-    made = DraftCase(draft_config(num_hidden_layers=1), row_cap=16, sms=2, seed=2)
+    config = draft_config(is_causal=True, num_hidden_layers=3, num_attention_heads=6, normed_embedding=False)
+    made = DraftCase(config, row_cap=16, sms=2, seed=2)
     made.fill(LENGTH, ANCHOR)
     made.declare()
     made.step.launch_block(16)
     made.run()
     return made
+
+
+def few_candidates(sources: Path | None = None) -> DraftCase:
+    return DraftCase(draft_config(num_hidden_layers=1, selector_top_k=4), row_cap=8, sms=2, sources=sources)
 
 
 def random_state(seed: int) -> State:
@@ -111,7 +119,7 @@ def test_equal_nodes_go_to_the_lower_row_and_candidate(case: DraftCase) -> None:
 
 
 def test_a_lattice_with_fewer_nodes() -> None:
-    small = DraftCase(draft_config(num_hidden_layers=1, selector_top_k=4), row_cap=8, sms=2)
+    small = few_candidates()
     small.fill(LENGTH, ANCHOR)
     small.declare()
     small.step.launch_block(2)
