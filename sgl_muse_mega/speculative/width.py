@@ -38,7 +38,7 @@ from sgl_muse_mega.speculative.tree import Tree
 CostTable = NDArray[np.float32]
 """ms of a step, float32 [T + 1]; entry n is that of n rows, entry 0 is not used."""
 
-COMPOSED_COST = {1: 9.86, 4: 12.37, 8: 15.18, 16: 20.28}
+COMPOSED_COST = {1: 9.79, 4: 12.29, 8: 15.12, 16: 20.18}
 """ms of a step, composed from measured parts of one H200 of four: see docs/tree-and-width.md."""
 
 
