@@ -26,8 +26,10 @@ draft, SAMPLE(p). Let F(p) be everything determined by uniforms of positions bel
 So, given F(p), the uniforms of p are fresh and independent of q and of the target distribution there; the usual
 argument for rejection sampling then gives the token at p exactly the target's distribution given the text before it.
 
-What would break this: a rule that lets acceptance at p depend on drafts after p (block verification, trees), or a
-verify width chosen by looking at the drafts. Such a rule must key by step as well.
+What would break this: a rule that lets acceptance at p depend on drafts after p (block verification), or a verify width
+chosen by looking at the draft at p, or at what an earlier step drafted there. Such a rule must key by step as well. The
+trees and automatic widths of this package are made not to: `tree` draws no drafts, and `width` decides about p from
+drafts before p and from outcomes at settled positions (`calibration`).
 """
 
 from enum import IntEnum
