@@ -46,6 +46,8 @@ def build(model: Any, hf_config: Any, context: Any) -> TargetMegakernel:
     before = torch.cuda.memory_allocated()
     rank, ranks = place()
     mail: Mail = NoMail()
+    for experiment in experiments(ranks):
+        logger.warning("Muse megakernel: %s; compare the text with SGLang's own.", experiment)
     if ranks > 1:
         peers, mail = connect(rank, ranks)
         _KEPT.append(peers)
@@ -54,6 +56,16 @@ def build(model: Any, hf_config: Any, context: Any) -> TargetMegakernel:
     logger.info("Muse megakernel: %.0f MiB beyond SGLang's weights, which it reads where they are.", used)
     Monitor(built.coverage, machine.fault_record).start()
     return built
+
+
+def experiments(ranks: int) -> list[str]:
+    """What of this server no hardware has run yet: it must have been asked for, and every log says so."""
+    found = []
+    if ranks > 1:
+        found.append(f"the exchange between {ranks} GPUs has never run on hardware ({switches.EXPERIMENTAL_TP})")
+    if torch.cuda.get_device_capability() != (9, 0):
+        found.append(f"the kernels have never run on a GPU of this kind ({switches.EXPERIMENTAL_SM103})")
+    return found
 
 
 def build_on(machine: Machine, model: Any, hf_config: Any, *, rows: int, mail: Mail | None = None) -> TargetMegakernel:

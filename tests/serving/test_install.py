@@ -30,6 +30,7 @@ def install(runner: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**31))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     tails: list[Any] = []

@@ -240,6 +240,7 @@ def test_mailboxes_are_connected_at_build(monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setattr(spec, "Monitor", lambda *_: SimpleNamespace(start=lambda: None))
     monkeypatch.setattr(spec, "_KEPT", [])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     mails: list[Any] = []
 
     def build_on(*_: Any, mail: Any, **__: Any) -> Any:
@@ -253,10 +254,16 @@ def test_mailboxes_are_connected_at_build(monkeypatch: pytest.MonkeyPatch, caplo
     assert "0 MiB beyond SGLang's weights, which it reads where they are" in caplog.text
     assert met == [(1, 4, "the ranks", driver)]
     assert mails == ["mail"]
+    assert "the exchange between 4 GPUs has never run on hardware" in caplog.text
     assert isinstance(spec._KEPT[0], Memory)  # or the mailboxes would go while kernels write to them
     parallel.tp_size, parallel.tp_rank = 1, 0
+    caplog.clear()
     spec.build(None, None, context)
+    assert "never" not in caplog.text
     assert len(met) == 1
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 3))
+    spec.build(None, None, context)
+    assert "the kernels have never run on a GPU of this kind" in caplog.text
     assert mails[1].ranks == 1
 
 
