@@ -82,14 +82,19 @@ class DecodeStep:
         plan: the calibration that trees and automatic steps start from, and the latter's costs.
         """
         self.seek([anchor], length)
-        if plan is not None and plan.learns:
-            self.state.calibration.copy_(torch.from_numpy(plan.first_state()))
-        if plan is not None and plan.cost is not None:
-            rows = min(len(plan.cost), len(self.state.costs))
-            self.state.costs[:rows].copy_(torch.from_numpy(plan.cost[:rows]))
+        if plan is not None:
+            self.take(plan)
         self.state.request.copy_(torch.tensor(request))
         self.state.state.copy_(torch.tensor(state_words(emitted=1)))
         self.state.outputs.zero_()
+
+    def take(self, plan: RowPlan) -> None:
+        """What steps of this plan learn starts with its prior, and they choose by its costs."""
+        if plan.learns:
+            self.state.calibration.copy_(torch.from_numpy(plan.first_state()))
+        if plan.cost is not None:
+            rows = min(len(plan.cost), len(self.state.costs))
+            self.state.costs[:rows].copy_(torch.from_numpy(plan.cost[:rows]))
 
     def declare(self, caches: list[tuple[Tensor, Tensor]]) -> None:
         """Tells the machine of all memory that a step may touch; caches: the target's."""

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sgl_muse_mega.megakernel.decode_loop import CHAIN
 from sgl_muse_mega.megakernel.decode_request import request_words
 from sgl_muse_mega.megakernel.decode_step import DecodeStep
 from sgl_muse_mega.megakernel.draft_protocol import STATE
+from sgl_muse_mega.megakernel.scratch import chain_ancestors
 from sgl_muse_mega.serving.tables import LiveTables
+from sgl_muse_mega.speculative.rows import RowPlan
 from sgl_muse_mega.speculative.sampling import SamplingParams
 
 WITHOUT_END = 2**62  # the server decides when a text ends
@@ -33,15 +36,29 @@ class StepResult:
 class FullStep:
     """Steps of `width` rows; `decode`'s target and draft are bound to the server's caches."""
 
-    def __init__(self, decode: DecodeStep, *, width: int, req_to_token: Tensor, full_to_sliding: Tensor | None) -> None:
-        """req_to_token int32 [requests, positions]; full_to_sliding int64: the sliding pool's slot of a full slot."""
-        self._decode, self._width = decode, width
+    def __init__(
+        self,
+        decode: DecodeStep,
+        *,
+        width: int,
+        req_to_token: Tensor,
+        full_to_sliding: Tensor | None,
+        plan: RowPlan = CHAIN,
+    ) -> None:
+        """req_to_token int32 [requests, positions]; full_to_sliding int64: the sliding pool's slot of a full slot.
+
+        plan: trees, of no more nodes than the width, for the server keeps no slots for more; or a chosen width. What a
+        step learns goes on from request to request.
+        """
+        self._decode, self._width, self._plan = decode, width, plan
+        decode.take(plan)
         self._req_to_token, self._full_to_sliding = req_to_token, full_to_sliding
         step = decode.step
         device, row_cap = step.machine.device, step.instance.row_cap
         self._tables = LiveTables(step.inputs, window=step.config.sliding_window)
         self._row, self._length, self._anchor = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(3))
         self._offsets = torch.arange(row_cap, device=device)
+        self._chain = chain_ancestors(row_cap).to(device)
         self._result = torch.zeros(width + 3, dtype=torch.int64, device=device)
         self.use(SamplingParams())
         if decode.draft:
@@ -97,11 +114,17 @@ class FullStep:
         self._decode.state.state.zero_()
 
     def _run(self) -> None:
-        decode, width = self._decode, self._width
-        decode.launch(width)
+        decode, width, plan = self._decode, self._width, self._plan
+        decode.launch(width, nodes=plan.nodes or 0, auto=plan.cost is not None)
         # The accept launch leaves the new anchor in row 0 and the drafts behind it.
         inputs, committed = decode.step.inputs, decode.state.state[STATE.index("COMMITTED")].reshape(1)
-        self._result[: width - 1].copy_(inputs.token_ids[1:width])
+        if plan.nodes is None:
+            self._result[: width - 1].copy_(inputs.token_ids[1:width])
+        else:
+            torch.index_select(inputs.token_ids, 0, decode.state.path[1:width], out=self._result[: width - 1])
+        if plan.learns:  # the server's own steps verify chains through the same inputs
+            inputs.ancestors.copy_(self._chain)
+            inputs.live.fill_(len(self._chain))
         self._result.index_copy_(0, (committed - 1).clamp_(min=0), inputs.token_ids[:1])
         self._result[width : width + 1].copy_(committed)
         self._result[-2:-1].copy_(inputs.token_ids[:1])

@@ -6,6 +6,9 @@ STEP = "SGLANG_MUSE_MEGA_STEP"
 STEPS = ("target", "full")
 EXPERIMENTAL_SM103 = "SGLANG_MUSE_MEGA_EXPERIMENTAL_SM103"
 EXPERIMENTAL_TP = "SGLANG_MUSE_MEGA_EXPERIMENTAL_TP"
+TREE = "SGLANG_MUSE_MEGA_TREE"
+WIDTH = "SGLANG_MUSE_MEGA_WIDTH"
+COST_TABLE = "SGLANG_MUSE_MEGA_COST_TABLE"
 SERVING = "SGL_MUSE_MEGA_SERVING"
 """Set by the plugin itself for the processes that the server starts."""
 
@@ -23,3 +26,18 @@ def experimental_sm103() -> bool:
 def experimental_tp() -> bool:
     """Whether several GPUs may run an exchange that no GPUs have run yet."""
     return os.environ.get(EXPERIMENTAL_TP) == "1"
+
+
+def tree() -> bool:
+    """Whether whole steps verify a tree of as many nodes as the block has rows."""
+    return os.environ.get(TREE) == "1"
+
+
+def automatic_width() -> bool:
+    """Whether whole steps choose how many of their rows to verify."""
+    return os.environ.get(WIDTH) == "auto"
+
+
+def cost_table() -> str | None:
+    """File with a step's ms by rows, for `automatic_width`."""
+    return os.environ.get(COST_TABLE) or None

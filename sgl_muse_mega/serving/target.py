@@ -127,6 +127,11 @@ class TargetMegakernel:
         result.hidden_states = taps
         return result
 
+    @property
+    def caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values per layer, of the pool that is bound."""
+        return self._caches
+
     def bind(self, pool: Any) -> None:
         """Takes the caches of SGLang's pool and the draft's taps, both of which exist only now.
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +14,15 @@ from sgl_muse_mega.megakernel.draft_instance import TargetEnds
 from sgl_muse_mega.megakernel.draft_scratch import DecodeState
 from sgl_muse_mega.megakernel.draft_step import DraftStep
 from sgl_muse_mega.megakernel.draft_weights import prepare_draft
-from sgl_muse_mega.serving import hooks
+from sgl_muse_mega.serving import hooks, switches
 from sgl_muse_mega.serving.draft import draft_weights
 from sgl_muse_mega.serving.full_step import FullStep
 from sgl_muse_mega.serving.model_config import draft_config
 from sgl_muse_mega.serving.target import TargetMegakernel
 from sgl_muse_mega.speculative.philox import SEED_LIMIT
+from sgl_muse_mega.speculative.rows import RowPlan
 from sgl_muse_mega.speculative.sampling import SamplingParams
+from sgl_muse_mega.speculative.width import COMPOSED_COST, interpolated, read_cost_table
 
 logger = logging.getLogger(__name__)
 
@@ -87,14 +90,24 @@ def build_step(built: TargetMegakernel, worker: Any) -> FullStep:
         step.machine, step.inputs, step.activations.logits, step.activations.greedy_ids, state, draft.activations,
         softcap=step.config.final_logit_softcapping, progress=logger.info,
     )  # fmt: skip
+    accept.use_caches(built.caches, [step.config.is_full(index) for index in range(len(built.caches))])
     full = FullStep(
         DecodeStep(step, draft, accept, state),
         width=built.rows,
+        plan=row_plan(built.rows),
         req_to_token=target.req_to_token_pool.req_to_token,
         full_to_sliding=getattr(target.token_to_kv_pool, "full_to_swa_index_mapping", None),
     )
     full.capture()
     return full
+
+
+def row_plan(width: int) -> RowPlan:
+    """What the switches ask for. Raises UserError for a cost table that cannot be read."""
+    table = switches.cost_table()
+    points = read_cost_table(Path(table)) if table else COMPOSED_COST
+    cost = interpolated(points, width) if switches.automatic_width() else None
+    return RowPlan(width if switches.tree() else None, cost)
 
 
 class _AsGreedy:

@@ -1,5 +1,6 @@
 """Whole steps over a server's tables and pools, on the emulated machine, against the step loop on the reference."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from sgl_muse_mega.config import load_draft_config, load_target_config
 from sgl_muse_mega.emulator.machine import Launch
 from sgl_muse_mega.emulator.stepper import Emulator
 from sgl_muse_mega.megakernel.accept_step import AcceptStep
+from sgl_muse_mega.megakernel.decode_loop import CHAIN
 from sgl_muse_mega.megakernel.decode_step import DecodeStep
 from sgl_muse_mega.megakernel.draft_instance import TargetEnds
 from sgl_muse_mega.megakernel.draft_scratch import DecodeState
@@ -22,6 +24,7 @@ from sgl_muse_mega.megakernel.weights import prepare
 from sgl_muse_mega.reference.backend import ReferenceBackend
 from sgl_muse_mega.serving.full_step import FullStep
 from sgl_muse_mega.speculative.generate import generate
+from sgl_muse_mega.speculative.rows import RowPlan
 from sgl_muse_mega.speculative.sampling import SamplingParams
 
 WIDTH, NEW, POSITIONS, SLOTS = 8, 10, 128, 200
@@ -57,10 +60,14 @@ class Server:
         return found
 
 
+SAMPLED = SamplingParams(temperature=0.9, top_k=40, top_p=0.97, seed=5)
+COST = (1 + 0.05 * np.arange(9)).astype(np.float32)
+
+
 @pytest.mark.parametrize(
-    ("seed", "params"), [(1, SamplingParams()), (2, SamplingParams(temperature=0.9, top_k=40, top_p=0.97, seed=5))]
+    ("seed", "params", "plan"), [(1, SamplingParams(), CHAIN), (2, SAMPLED, CHAIN), (3, SAMPLED, RowPlan(WIDTH, COST))]
 )
-def test_text_of_a_request(seed: int, params: SamplingParams) -> None:
+def test_text_of_a_request(seed: int, params: SamplingParams, plan: RowPlan) -> None:
     torch.set_num_threads(1)
     config, draft_config = load_target_config(tiny.target_directory()), load_draft_config(tiny.draft_directory())
     weights, draft_weights = (
@@ -69,7 +76,7 @@ def test_text_of_a_request(seed: int, params: SamplingParams) -> None:
     )
     ids = Text(tiny.target_directory()).encode(PROMPT, raw=True)
     reference = ReferenceBackend(config, weights, draft_config, draft_weights, max_context=POSITIONS)
-    expected = generate(reference, ids, params, width=WIDTH, max_new_tokens=NEW, stop_ids=())
+    expected = generate(reference, ids, params, width=WIDTH, max_new_tokens=NEW, stop_ids=(), plan=plan)
     steps = [event.tokens for event in expected]
 
     machine, server = Immediate(sms=3), Server(seed)
@@ -87,8 +94,11 @@ def test_text_of_a_request(seed: int, params: SamplingParams) -> None:
         machine, step.inputs, activations.logits, activations.greedy_ids, state, draft.activations,
         softcap=config.final_logit_softcapping,
     )  # fmt: skip
+    accept.use_caches(caches, [config.is_full(index) for index in range(config.num_hidden_layers)])
     decode = DecodeStep(step, draft, accept, state)
-    full = FullStep(decode, width=WIDTH, req_to_token=server.req_to_token, full_to_sliding=server.full_to_sliding)
+    full = FullStep(
+        decode, width=WIDTH, req_to_token=server.req_to_token, full_to_sliding=server.full_to_sliding, plan=plan
+    )
     full.capture()
     full.use(params)
     decode.declare(caches)
@@ -118,5 +128,7 @@ def test_text_of_a_request(seed: int, params: SamplingParams) -> None:
         length, anchor = result.length, result.anchor
     flat = [token for tokens in steps for token in tokens]
     assert emitted[:NEW] == flat[:NEW]
+    assert step.inputs.ancestors.tolist() == [(2 << row) - 1 for row in range(8)]  # as the server's own steps need it
+    assert int(step.inputs.live) == 8
     assert len(told) == len(read)
     assert len(read) == len(steps) - 1  # as many drafts are kept, so the draft's context is right, too

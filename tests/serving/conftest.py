@@ -135,7 +135,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What argument resolution writes into the environment ends with the test."""
     from sgl_muse_mega.serving import switches
 
-    for name in (switches.STEP, switches.SERVING, switches.EXPERIMENTAL_SM103, switches.EXPERIMENTAL_TP):
+    ours = (switches.STEP, switches.SERVING, switches.EXPERIMENTAL_SM103, switches.EXPERIMENTAL_TP)
+    for name in (*ours, switches.TREE, switches.WIDTH, switches.COST_TABLE):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 

@@ -10,7 +10,7 @@ import torch
 
 from sgl_muse_mega.checkpoint.draft import save_draft
 from sgl_muse_mega.errors import UserError
-from sgl_muse_mega.serving import hooks, worker
+from sgl_muse_mega.serving import hooks, switches, worker
 from sgl_muse_mega.serving.coverage import Coverage
 from sgl_muse_mega.serving.draft import draft_weights
 from sgl_muse_mega.serving.full_step import StepResult
@@ -201,6 +201,25 @@ def test_draft_weights_by_name(runner: Any, tmp_path: Path) -> None:
             if name.endswith("conv"):
                 pairs = [(getattr(mine, part), getattr(wanted, part)) for part in wanted.__slots__]
             assert all(torch.equal(a, b) for a, b in pairs), name
+
+
+def test_rows_that_the_switches_ask_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert not worker.row_plan(8).learns
+    monkeypatch.setenv(switches.TREE, "1")
+    plan = worker.row_plan(8)
+    assert (plan.nodes, plan.cost) == (8, None)
+    monkeypatch.setenv(switches.WIDTH, "auto")
+    plan = worker.row_plan(8)
+    plan.check(8)
+    assert plan.cost is not None
+    assert plan.cost[8] > plan.cost[1] > 0
+    (tmp_path / "costs.json").write_text('{"1": 2.0, "8": 9.0}')
+    monkeypatch.setenv(switches.COST_TABLE, str(tmp_path / "costs.json"))
+    monkeypatch.delenv(switches.TREE)
+    plan = worker.row_plan(8)
+    assert plan.nodes is None
+    assert plan.cost is not None
+    assert plan.cost.tolist() == [0, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 def test_a_step_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
