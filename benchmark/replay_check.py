@@ -41,7 +41,8 @@ def bits(case: RandomStep, rows: int) -> Tensor:
 
 
 def invariance(name: str, kv_dtype: str, lengths: list[int]) -> int:
-    """16 tokens one by one against every stretch of 1..16 of them in one step. Returns the number of unequal rows."""
+    """16 tokens one by one against every stretch of 1..16 of them in one step, and against steps of 16 rows of which
+    the first ones alone count. Returns the number of unequal rows."""
     narrow, wide = pair(name, 1, max(lengths), kv_dtype)
     unequal, compared = 0, 0
     for length in lengths:
@@ -61,8 +62,23 @@ def invariance(name: str, kv_dtype: str, lengths: list[int]) -> int:
                     same = (bits(case, rows) == single[first : first + rows]).all(dim=1)
                     unequal += int((~same).sum())
                     compared += rows
+        unequal += unequal_live_rows(wide, single)
+        compared += ROWS * (ROWS - 1) // 2
     wide.step.machine.synchronize()
     print(f"invariance {name} {kv_dtype}: {compared} rows in steps of 1..16 rows, {unequal} differ from the row alone")
+    return unequal
+
+
+def unequal_live_rows(wide: RandomStep, single: Tensor) -> int:
+    """Of steps of 16 rows of which the first 1..15 count; single: the bits of the rows alone."""
+    unequal = 0
+    for live in range(1, ROWS):
+        wide.seek(0, wide)
+        wide.step.activations.poison()
+        wide.step.inputs.live.fill_(live)
+        wide.step.launch(ROWS)
+        unequal += int((bits(wide, live) != single[:live]).any(dim=1).sum())
+    wide.step.inputs.live.fill_(ROWS)
     return unequal
 
 
