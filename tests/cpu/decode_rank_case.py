@@ -24,11 +24,12 @@ from sgl_muse_mega.megakernel.decode_request import Report, read_report
 from sgl_muse_mega.megakernel.place import Place
 from sgl_muse_mega.megakernel.random_step import tiny_config
 from sgl_muse_mega.speculative.backend import DraftBlock
+from sgl_muse_mega.speculative.rows import RowPlan
 from sgl_muse_mega.speculative.sampling import SamplingParams
 
 VOCAB, CONTEXT, WIDTH = 192, 48, 5  # 48 ids of a rank of four are no whole number of warps
 ACCEPT_THREADS = 64  # of a CTA; the kernel's own number would take most of the emulator's time
-GREEDY = SamplingParams()
+GREEDY, ROWS = SamplingParams(), RowPlan()
 PROMPT = tuple(range(3, 190, 27))
 
 
@@ -86,6 +87,7 @@ class DecodeRankCase:
         *,
         batches: Sequence[int] = (1, 1),
         prompt: Sequence[int] = PROMPT,
+        plan: RowPlan = ROWS,
     ) -> list[list[Step]]:
         """Of every rank, the last step of each batch behind the prompt; a batch is one or two steps that are enqueued
         without a wait between them. Raises EmulatorFault."""
@@ -96,10 +98,10 @@ class DecodeRankCase:
             for part in (loop.decode.step.activations, loop.decode.draft.activations):
                 part.poison()
             anchor = int(loop.prefill(prompt).argmax())
-            loop.begin(anchor, params, width=WIDTH, max_new_tokens=100, stop_ids=())
+            loop.begin(anchor, params, width=WIDTH, max_new_tokens=100, stop_ids=(), plan=plan)
             for count in batches:
                 for _ in range(count):
-                    loop.decode.launch(WIDTH)
+                    loop.decode.launch(WIDTH, nodes=plan.nodes or 0, auto=plan.cost is not None)
                 machine.synchronize()
                 done += count
                 seen.append(self._seen(loop, done))

@@ -4,6 +4,7 @@ import functools
 import re
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from decode_rank_case import ACCEPT_THREADS, CONTEXT, PROMPT, WIDTH, DecodeRankCase, Step
@@ -31,6 +32,7 @@ from sgl_muse_mega.reference.draft import ReferenceDraft
 from sgl_muse_mega.speculative.accept import accept_greedy, accept_sampled
 from sgl_muse_mega.speculative.generate import StepEvent, generate
 from sgl_muse_mega.speculative.philox import uniform
+from sgl_muse_mega.speculative.rows import RowPlan
 from sgl_muse_mega.speculative.sampling import SamplingParams
 
 GREEDY = SamplingParams()
@@ -48,7 +50,8 @@ def assert_equal(ranks: list[list[Step]], expected: list[Step]) -> None:
             assert ours.report == theirs.report
             assert ours.greedy_ids == theirs.greedy_ids
             assert torch.equal(ours.block.candidates, theirs.block.candidates)
-            assert torch.equal(ours.block.probabilities, theirs.block.probabilities)
+            drawn_from = [step.block.probabilities.nan_to_num(-1) for step in (ours, theirs)]  # a tree draws from none
+            assert torch.equal(*drawn_from)
             assert torch.equal(ours.whole_logits, theirs.whole_logits)
 
 
@@ -77,6 +80,15 @@ def test_any_schedule_of_all_ranks_gives_the_same_bits(ranks: int, seed: int, pa
     kernels = case(ranks)
     expected = kernels.run(PLAIN, params, batches=(2,))[0]
     assert_equal(kernels.run(racing(seed), params, batches=(2,)), expected)
+
+
+@pytest.mark.parametrize(("params", "automatic"), [(GREEDY, True), (SAMPLED, False)])
+def test_all_ranks_grow_and_judge_the_same_tree(params: SamplingParams, automatic: bool) -> None:
+    plan = RowPlan(8, np.linspace(1, 1.1, 9, dtype=np.float32) if automatic else None)
+    found = case(2).run(racing(5), params, batches=(1, 1), plan=plan)
+    assert_equal(found, found[0])
+    if params.greedy:
+        assert [step.report.tokens[0] for step in found[0]] == [step.greedy_ids[0] for step in found[0]]
 
 
 def test_the_split_draft_proposes_what_the_reference_does() -> None:
