@@ -53,11 +53,6 @@ FAULTS = {
         Change("layer/mailbox.cuh", "packet[i].is(expected)", "packet[i].is(expected) || packet[i].is(expected - 4u)"),
         GREEDY,
     ),
-    "a rank's list is left out": (
-        "draft.cu",
-        Change("step/vocabulary.cuh", "rank = 0; rank < cfg::RANKS", "rank = p.rank; rank < cfg::RANKS"),
-        GREEDY,
-    ),
     "rows are judged before all of them are there": (
         "accept.cu",
         Change("step/whole_rows.cuh", "team.sum(0u);", ""),
