@@ -38,7 +38,7 @@ std::string Machine::who(uint32_t component) const {
     if (part < max_threads) {
         return text + " warp " + std::to_string(part / WARP_LANES) + " lane " + std::to_string(part % WARP_LANES);
     }
-    return "a bulk copy of " + text;
+    return "a copy of " + text;
 }
 
 void Machine::start_cta(Launch& launch, int index, int slot) {
@@ -47,6 +47,8 @@ void Machine::start_cta(Launch& launch, int index, int slot) {
     cta.launch = &launch;
     cta.index = index;
     cta.first_component = static_cast<uint32_t>(slot) * components_per_cta;
+    cta.own_copies_at = components_per_cta - 1;
+    if (options.ordered != 0) cta.own_copies_epoch = component_epochs_[cta.own_copies_component()];
     cta.live = launch.kernel->threads;
     cta.shared.assign(launch.shared_bytes, 0xff);  // NaNs: what nobody wrote cannot go unnoticed in a sum
     cta.mbarriers.clear();
@@ -121,14 +123,15 @@ void Machine::finish_lane(Lane& lane) {
 void Machine::finish_cta(Cta& cta) {
     Launch& launch = *cta.launch;
     if (cta.copies != 0) {
-        fail("copy",
-             "the CTA ends while " + std::to_string(cta.copies) + " bulk copies to its shared memory are in flight",
+        fail("copy", "the CTA ends while " + std::to_string(cta.copies) + " copies to its shared memory are in flight",
              Site::current());
     }
     if (options.ordered != 0) {
         for (const auto& [offset, barrier] : cta.mbarriers) {
             component_epochs_[barrier.component] = barrier.first_phase + barrier.phase + 1;
         }
+        component_epochs_[cta.own_copies_component()] = cta.own_copies_epoch;
+        launch.final_view.raise(cta.own_copies_component(), cta.own_copies_epoch);
     }
     if (!launch.allows_next[cta.index]) {
         launch.allows_next[cta.index] = true;
@@ -172,7 +175,7 @@ bool Machine::run(std::vector<Launch> launches, const Options& chosen) {
         launch.previous = before.empty() ? nullptr : before.back();
         before.push_back(&launch);
     }
-    components_per_cta = max_threads + MAX_MBARRIERS;
+    components_per_cta = max_threads + MAX_MBARRIERS + 1;  // the last: copies that threads have not waited for
     slots_per_rank_ = max_ctas * (options.overlap != 0 ? 2u : 1u);
     const size_t slots = slots_per_rank_ * streams_.size();
     slots_.resize(slots);

@@ -4,6 +4,7 @@
 #pragma once
 #include <cstdint>
 #include <deque>
+#include <list>
 #include <memory>
 #include <source_location>
 #include <string>
@@ -32,7 +33,7 @@ struct Watch {
 };
 
 // What a stopped thread waits for, for reports.
-enum class WaitKind : uint8_t { none, lanes, named_barrier, poll, previous_launch };
+enum class WaitKind : uint8_t { none, lanes, named_barrier, poll, previous_launch, own_copies };
 struct Wait {
     WaitKind kind = WaitKind::none;
     uint64_t detail = 0;  // named barrier: id; poll: address or mbarrier offset
@@ -40,7 +41,7 @@ struct Wait {
     Site site;
 };
 
-enum class Meeting : uint8_t { sync, elect, shuffle, ballot, mma, transpose };
+enum class Meeting : uint8_t { sync, elect, shuffle, ballot, mma, transpose, transposed_load };
 
 struct Warp {
     uint32_t ready = 0, arrived = 0, exited = 0;  // sets of lanes
@@ -78,6 +79,16 @@ struct Cta {
     std::vector<Warp> warps;
     std::vector<Lane> lanes;
     uint32_t first_component = 0;
+    // Copies that a thread has not waited for: a component that nobody knows of.
+    uint32_t own_copies_component() const { return first_component + own_copies_at; }
+    uint32_t own_copies_at = 0, own_copies_epoch = 0;
+};
+
+// Copies that the thread itself waits for. Until it does, what they read and wrote is noted as the CTA's
+// own_copies_component at `epoch`; then, as the thread's.
+struct CopyGroup {
+    uint32_t epoch = 0, pending = 0;
+    std::vector<Block*> touched;
 };
 
 struct Lane {
@@ -97,6 +108,7 @@ struct Lane {
     };
     static constexpr size_t MAX_POLLS = 64;  // a thread that polls more at once does not sleep
     std::vector<Poll> polls;
+    std::list<CopyGroup> groups;  // not waited for, oldest first; the last is not committed
 };
 
 struct Launch {
@@ -113,7 +125,7 @@ struct Launch {
     bool complete() const { return finished == ctas; }
 };
 
-// A bulk copy that has been issued and has not landed.
+// A copy that has been issued and has not landed: a bulk copy has a barrier, another a group.
 struct Copy {
     Cta* cta;
     uint32_t destination, bytes;
@@ -123,6 +135,7 @@ struct Copy {
     Lane* issuer;
     uint32_t issuer_epoch;
     Site site;
+    CopyGroup* group = nullptr;
 };
 
 // Halves of packets (packet.cpp) that were sent to one address and have not arrived, and who waits there.

@@ -277,26 +277,32 @@ void copy_bytes(const Copy& copy) {
     Machine& m = machine();
     Region& region = m.regions.find_ordinary(copy.source, copy.bytes, copy.site);
     Cta& cta = *copy.cta;
-    const uint32_t phase = copy.barrier->first_phase + copy.barrier->phase + 1;
+    const bool bulk = copy.barrier != nullptr;
+    const uint32_t component = bulk ? copy.barrier->component : cta.own_copies_component();
+    const uint32_t epoch = bulk ? copy.barrier->first_phase + copy.barrier->phase + 1 : copy.group->epoch;
     const size_t offset = static_cast<size_t>(copy.source - region.base);
-    const Actor reader{copy.barrier->component, phase, phase, &copy.async_view};
+    const Actor reader{component, epoch, epoch, &copy.async_view};
     const Actor issuer{copy.issuer->component, copy.issuer_epoch, copy.issuer->first_epoch, &copy.issued};
+    Actor after_writes = issuer;
+    if (bulk) after_writes = {copy.issuer->component, copy.issuer_epoch, ~0u, &copy.async_view};
     for (uint32_t at = 0; at < copy.bytes; at += 16) {
         alignas(16) uint8_t value[16];
         std::memcpy(value, copy.source + at, 16);
         if (!region.constant) {
             check_written(region, offset + at, 16, copy.source + at, copy.site);
             if (m.options.ordered != 0) {
-                ordered_read(global_place(region, offset + at, copy.source + at), 16, value, reader, copy.site);
+                const Place place = global_place(region, offset + at, copy.source + at);
+                ordered_read(place, 16, value, reader, copy.site);
+                if (!bulk) copy.group->touched.push_back(&place.block);
             }
         }
         if (m.options.ordered != 0) {
             const Place place = shared_place(cta, copy.destination + at);
-            ordered_write(place, 16, issuer, {copy.issuer->component, copy.issuer_epoch, ~0u, &copy.async_view}, false,
-                          copy.site);
+            ordered_write(place, 16, issuer, after_writes, false, copy.site);
             Write& noted = place.block.writes.back();
-            noted.component = copy.barrier->component;
-            noted.epoch = phase;
+            noted.component = component;
+            noted.epoch = epoch;
+            if (!bulk) copy.group->touched.push_back(&place.block);
         }
         std::memcpy(cta.shared.data() + copy.destination + at, value, 16);
     }

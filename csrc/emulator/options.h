@@ -20,6 +20,7 @@ enum class Injection : uint32_t {
     missing_warp_sync,    // warp_sync meets, but orders nothing
     missing_init_fence,   // mbarrier_init_fence does nothing
     early_exit,           // CTA `injection_address` (rank in the upper 32 bits) ends before it begins
+    missing_copy_wait,    // wait_copies waits for nothing
 };
 
 struct Options {

@@ -187,6 +187,9 @@ std::string Machine::waits() const {
                                std::to_string(*static_cast<const uint32_t*>(address)) + ")";
                     }
                     break;
+                case WaitKind::own_copies:
+                    what = std::to_string(lane.wait.detail) + " copies of its own";
+                    break;
                 case WaitKind::previous_launch:
                     what = "the previous launch";
                     break;

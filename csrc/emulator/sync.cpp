@@ -128,18 +128,27 @@ void meet_at_barrier(int id, int threads, const Site& site) {
     barrier.arrived.clear();
 }
 
-void start_copy(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier, const Site& site) {
+namespace {
+
+void check_copy(uint32_t destination, const void* source, uint32_t bytes, const Site& site) {
     Machine& m = machine();
-    Cta& cta = *current->cta;
     if (destination % 16 != 0 || bytes % 16 != 0 || bytes == 0 || reinterpret_cast<uintptr_t>(source) % 16 != 0) {
         fail("alignment",
-             "a bulk copy of " + std::to_string(bytes) + " bytes from " + m.regions.describe(source) +
+             "a copy of " + std::to_string(bytes) + " bytes from " + m.regions.describe(source) +
                  " to shared memory at " + std::to_string(destination),
              site);
     }
-    if (static_cast<size_t>(destination) + bytes > cta.shared.size())
-        fail("bounds", "a bulk copy leaves shared memory", site);
+    if (static_cast<size_t>(destination) + bytes > current->cta->shared.size())
+        fail("bounds", "a copy leaves shared memory", site);
     m.regions.find(source, bytes, site);
+}
+
+}  // namespace
+
+void start_copy(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier, const Site& site) {
+    Machine& m = machine();
+    Cta& cta = *current->cta;
+    check_copy(destination, source, bytes, site);
     MBarrier& found = find(barrier, site);
     if (!found.fenced)
         fail(
@@ -155,6 +164,54 @@ void fence_proxy() {
     Machine& m = machine();
     if (m.options.ordered != 0 && !m.injected(Injection::missing_proxy_fence))
         current->async_view = m.release(*current);
+}
+
+void start_own_copy(uint32_t destination, const void* source, uint32_t bytes, const Site& site) {
+    Machine& m = machine();
+    check_copy(destination, source, bytes, site);
+    if (current->groups.empty()) commit_own_copies();
+    CopyGroup& group = current->groups.back();
+    ++group.pending;
+    m.start_copy({current->cta, destination, bytes, static_cast<const uint8_t*>(source), nullptr, current->view,
+                  current->view, current, current->epoch, site, &group});
+    m.point(16);
+}
+
+// Closes the group that copies went to, and opens another.
+void commit_own_copies() {
+    CopyGroup& group = current->groups.emplace_back();
+    if (machine().options.ordered != 0) group.epoch = ++current->cta->own_copies_epoch;
+}
+
+// Until at most `pending` of the newest committed groups have copies under way; the older ones become the thread's own
+// accesses, as of now.
+void wait_own_copies(uint32_t pending, const Site& site) {
+    Machine& m = machine();
+    m.point(16);
+    Lane& me = *current;
+    if (m.injected(Injection::missing_copy_wait)) return;
+    while (me.groups.size() > pending + 1) {
+        CopyGroup& oldest = me.groups.front();
+        if (oldest.pending != 0) {
+            m.wait_here(WaitKind::own_copies, oldest.pending, site);
+            continue;
+        }
+        for (Block* block : oldest.touched) {
+            for (Access& read : block->reads) {
+                if (read.component == me.cta->own_copies_component() && read.epoch == oldest.epoch) {
+                    read.component = me.component;
+                    read.epoch = me.epoch;
+                }
+            }
+            for (Write& write : block->writes) {
+                if (write.component == me.cta->own_copies_component() && write.epoch == oldest.epoch) {
+                    write.component = me.component;
+                    write.epoch = me.epoch;
+                }
+            }
+        }
+        me.groups.pop_front();
+    }
 }
 
 void wait_previous_launch(const Site& site) {
@@ -192,8 +249,12 @@ void Machine::land(size_t index) {
     current = copy.issuer;  // whom a report names
     try {
         copy_bytes(copy);
-        copy.barrier->bytes -= copy.bytes;
-        turn(*copy.barrier);
+        if (copy.barrier != nullptr) {
+            copy.barrier->bytes -= copy.bytes;
+            turn(*copy.barrier);
+        } else if (--copy.group->pending == 0 && copy.issuer->wait.kind == WaitKind::own_copies) {
+            wake(*copy.issuer);
+        }
     } catch (const Stop&) {
     }
     current = before;

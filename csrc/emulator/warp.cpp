@@ -7,7 +7,8 @@ namespace emulator {
 namespace {
 
 const char* name_of(Meeting meeting) {
-    static const char* const names[] = {"warp_sync", "elect_one", "shuffle", "ballot", "mma", "transpose"};
+    static const char* const names[] = {
+        "warp_sync", "elect_one", "shuffle", "ballot", "mma", "transpose", "shared_load_transposed"};
     return names[static_cast<int>(meeting)];
 }
 
@@ -60,6 +61,17 @@ void transpose_words(Warp& warp) {
     auto element = [&](int row, int column) { return warp.in[row * 4 + column / 2][0] >> (column % 2 * 16) & 0xffffu; };
     for (int lane = 0; lane < WARP_LANES; ++lane) {
         warp.out[lane][0] = element(lane % 4 * 2, lane / 4) | element(lane % 4 * 2 + 1, lane / 4) << 16;
+    }
+}
+
+void transpose_rows(Warp& warp) {
+    for (int lane = 0; lane < WARP_LANES; ++lane) {
+        for (int matrix = 0; matrix < 4; ++matrix) {
+            auto element = [&](int row, int column) {
+                return warp.in[matrix * 8 + row][column / 2] >> (column % 2 * 16) & 0xffffu;
+            };
+            warp.out[lane][matrix] = element(lane % 4 * 2, lane / 4) | element(lane % 4 * 2 + 1, lane / 4) << 16;
+        }
     }
 }
 

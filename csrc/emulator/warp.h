@@ -14,6 +14,7 @@ void no_words(Warp& warp);
 void shuffle_words(Warp& warp);    // in: value, source lane
 void ballot_words(Warp& warp);     // in: 0 or 1
 void transpose_words(Warp& warp);  // in: row g of an 8 x 8 matrix of 16-bit elements, columns 2t and 2t + 1
+void transpose_rows(Warp& warp);   // in, lane 8 m + r: row r of the 8 x 8 matrix m
 void multiply_bf16_fragments(
     Warp& warp);  // in: a0 a1 a2 a3 b0 b1 of mma.m16n8k16; out: the product in fp32, not yet added to c
 void multiply_f16_fragments(Warp& warp);  // the same

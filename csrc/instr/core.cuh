@@ -18,8 +18,8 @@ DEVICE int lane_index() { return static_cast<int>(threadIdx.x) % WARP; }
 DEVICE int warp_index() { return static_cast<int>(threadIdx.x) / WARP; }
 DEVICE int cta_index() { return static_cast<int>(blockIdx.x); }
 
-// The same value, of which the compiler knows nothing: what is derived from it is computed anew, and not ahead of a loop
-// or in an earlier phase and then kept in registers.
+// The same value, of which the compiler knows nothing: what is derived from it is computed anew, and not ahead of a
+// loop or in an earlier phase and then kept in registers.
 template <typename T>
 DEVICE T forget(T value) {
     static_assert(sizeof(T) == 4, "one register");

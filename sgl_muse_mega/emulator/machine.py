@@ -31,6 +31,7 @@ class Injection(IntEnum):
     MISSING_WARP_SYNC = 4
     MISSING_INIT_FENCE = 5
     EARLY_EXIT = 6  # the CTA whose number is the address (its rank in the upper 32 bits)
+    MISSING_COPY_WAIT = 7
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,25 @@ def test_bulk_copies_need_their_fences_and_waits(library: KernelLibrary, seed: i
     assert "shared memory at" in reused.text
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_a_threads_own_copies_need_its_wait_and_a_meeting(library: KernelLibrary, seed: int) -> None:
+    schedule = racing(seed) if seed else ORDERED
+
+    def bench() -> Bench:
+        made = Bench(library)
+        made.data.copy_(torch.arange(32))
+        return made
+
+    expected = [(lane + 1) % 8 * 4 for lane in range(32)]
+    assert bench().run("copy_own", 1 | 4 | 16, schedule).tolist() == expected
+    assert bench().run("copy_own", 2 | 4, schedule).tolist() == [2 * word for word in expected]
+    for value in (4 | 16, 1 | 16, 2):  # no wait before the read; no meeting after it
+        fault = bench().fault("copy_own", value, schedule)
+        assert (fault.kind, "shared memory at" in fault.text) == ("race", True)
+    reused = bench().fault("copy_own", 1 | 4 | 8, schedule)
+    assert (reused.kind, "shared memory at" in reused.text) == ("race", True)
+
+
 def test_a_cta_may_not_end_before_its_copies(library: KernelLibrary) -> None:
     kinds = {Bench(library).fault("copy_bulk", 8, racing(seed)).kind for seed in (3,)}
     assert kinds == {"copy"}

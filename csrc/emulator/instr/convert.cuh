@@ -49,6 +49,12 @@ DEVICE uint32_t pack_f16x2(float low, float high) { return float_to_f16(low) | f
 DEVICE uint32_t e4m3x2_to_f16x2(uint32_t bytes) {
     return pack_f16x2(e4m3_to_float(bytes & 0xffu), e4m3_to_float(bytes >> 8 & 0xffu));
 }
+DEVICE uint2 e4m3x4_to_f16x4(uint32_t bytes) {
+    return {e4m3x2_to_f16x2(bytes & 0xffffu), e4m3x2_to_f16x2(bytes >> 16)};
+}
+DEVICE uint32_t deal_bytes(uint32_t word) {
+    return (word & 0xff0000ffu) | (word >> 8 & 0xff00u) | (word << 8 & 0xff0000u);
+}
 DEVICE uint8_t float_to_e4m3(float value) {
     const uint8_t sign = std::signbit(value) ? 0x80 : 0;
     if (std::isnan(value)) return static_cast<uint8_t>(sign | 0x7f);

@@ -34,3 +34,13 @@ DEVICE uint32_t transpose_8x8(uint32_t value, emulator::Site site = emulator::Si
     emulator::words()[0] = value;
     return emulator::meet(emulator::Meeting::transpose, emulator::transpose_words, site)[0];
 }
+DEVICE uint4 shared_load_transposed(uint32_t offset, emulator::Site site = emulator::Site::current()) {
+    const uint4 row = shared_load<uint4>(offset, site);
+    uint32_t* words = emulator::words();
+    words[0] = row.x;
+    words[1] = row.y;
+    words[2] = row.z;
+    words[3] = row.w;
+    const uint32_t* out = emulator::meet(emulator::Meeting::transposed_load, emulator::transpose_rows, site);
+    return {out[0], out[1], out[2], out[3]};
+}

@@ -1,4 +1,5 @@
 // Small kernels, each with one property of the emulated machine to show; used by test_emulator_machine.py.
+#include "instr/async_copy.cuh"
 #include "instr/atomic.cuh"
 #include "instr/bulk.cuh"
 #include "instr/clock.cuh"
@@ -105,6 +106,32 @@ KERNEL(copy_bulk, Params, THREADS) {
         bulk_load(BUFFER, p.data, 128, BARRIER, eviction_policy(Keep::last_out));
         while (!mbarrier_try_wait(BARRIER, 1)) spin_pause();
     }
+}
+
+// Every lane of a warp copies 16 bytes to shared memory, half of them 16 more as a second group, and reads what its
+// neighbour copied. value: bit 0 waits for the first group, bit 1 for both, bit 2 meets the other lanes, bit 3 copies
+// again while the others may still read, bit 4 waits at the end.
+KERNEL(copy_own, Params, THREADS) {
+    const uint32_t options = p.value;
+    if (cta_index() != 0 || thread_index() >= WARP) return;
+    const int lane = lane_index();
+    copy_async(BUFFER + lane * 16, p.data + lane % 8 * 4);
+    commit_copies();
+    if (lane < 16) copy_async(BUFFER + 512 + lane * 16, p.data + lane % 8 * 4);
+    commit_copies();
+    if (options & 1u) wait_copies<1>();
+    if (options & 2u) wait_copies<0>();
+    if (options & 4u) warp_sync();
+    const int other = (lane + 1) % WARP;
+    const uint32_t first = shared_load<uint32_t>(BUFFER + other * 16);
+    const uint32_t second = (options & 2u) != 0u ? shared_load<uint32_t>(BUFFER + 512 + other % 16 * 16) : 0u;
+    global_store(p.out + lane, first + second);
+    if (options & 8u) {
+        copy_async(BUFFER + lane * 16, p.data);
+        commit_copies();
+        wait_copies<0>();
+    }
+    if (options & 16u) wait_copies<0>();
 }
 
 // value 0: half of the warp comes to a shuffle, the other to a ballot. 1: half of it ends before. 2: nobody raises the
