@@ -185,6 +185,7 @@ def bench_layer(
         Path | None, typer.Option("--trace", help="Write a timeline for Perfetto (.json or .json.gz).")
     ] = None,
     picture: Annotated[Path | None, typer.Option("--picture", help="Draw one layer's timeline (.png, .svg).")] = None,
+    trace_arm: Annotated[str, typer.Option("--trace-arm", help="Which arm these show, by its name.")] = "this",
     save: Annotated[bool, typer.Option("--save", help="Write the results and the named figures.")] = False,
 ) -> None:
     """Time layers of one rank at full size against the memory roof."""
@@ -192,7 +193,7 @@ def bench_layer(
 
     options = command.Options(
         command.numbers(rows), layers, context, bf16_experts, kv_cache_dtype, tuple(variant or ()), turns, repeats,
-        draws, seed, check, dry_run, save, control, stock, trace, picture, ranks,
+        draws, seed, check, dry_run, save, control, stock, trace, picture, ranks, trace_arm,
     )  # fmt: skip
     raise typer.Exit(command.run(options))
 

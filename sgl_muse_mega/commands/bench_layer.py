@@ -45,6 +45,7 @@ class Options:
     trace: Path | None = None
     picture: Path | None = None
     ranks: int = 4
+    trace_arm: str = BASE  # which arm `trace` and `picture` show
 
     def workload(self) -> dict[str, Any]:
         """What every arm is told (`arm.Workload`)."""
@@ -77,12 +78,16 @@ def run(options: Options) -> int:
     console = Console(soft_wrap=True)
     specs = [ArmSpec(BASE), *([ArmSpec(CONTROL, tuning={"separate_phases": True})] if options.control else [])]
     specs += map(ArmSpec.parse, options.variants)
+    chosen = next((spec for spec in specs if spec.name == options.trace_arm), None)
+    if chosen is None:
+        names = ", ".join(spec.name for spec in specs)
+        raise UserError(f"There is no arm {options.trace_arm!r} to trace; name one of {names}.")
     phases: list[list[dict[str, Any]]] = []
     with ExitStack() as stack:
         session = stack.enter_context(Session(specs, options.workload()))
         tracer: Session | None = None
         if options.trace or options.picture:  # gets ready while the others do
-            tracer = stack.enter_context(traced.session(specs[0], options.workload(), traced_rows(options)))
+            tracer = stack.enter_context(traced.session(chosen, options.workload(), traced_rows(options)))
         described = session.descriptions
         machine = next(iter(described.values()))
         console.print(headline(options, machine))

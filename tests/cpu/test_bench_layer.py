@@ -146,3 +146,8 @@ def test_whole_run_on_the_emulator(
 def test_two_arms_of_one_name_are_refused() -> None:
     with pytest.raises(UserError, match="same name"):
         Session([ArmSpec("a"), ArmSpec("a")], {})
+
+
+def test_an_arm_to_trace_must_be_one_of_those_that_run() -> None:
+    with pytest.raises(UserError, match="no arm 'nobody' to trace; name one of this, staged"):
+        bench_layer.run(options(variants=("staged:staged_split=128",), trace_arm="nobody"))
