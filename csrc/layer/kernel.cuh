@@ -6,6 +6,7 @@
 #include "load.cuh"
 #include "output_gate.cuh"
 #include "qkv.cuh"
+#include "staged.cuh"
 
 namespace program {
 
@@ -18,6 +19,7 @@ DEVICE void start() {
         mbarrier_init(cfg::ROUTING_BARRIER_AT, WARP_ARRIVALS);
         mbarrier_init(cfg::SUMS_PARKED_AT, cfg::MATH_WARPS * WARP_ARRIVALS);
         mbarrier_init(cfg::SUMS_TAKEN_AT, WARP_ARRIVALS);
+        if constexpr (attention::STAGED) mbarrier_init(cfg::LENT_BACK_AT, cfg::MATH_WARPS * WARP_ARRIVALS);
         init_ring();
         allow_next_launch();
     }
@@ -46,14 +48,26 @@ DEVICE void end_epoch(const Params& p, uint32_t epoch) {
 
 // ---- one decoder layer: q, k, v, gate of this layer to those of the next ----
 
-DEVICE void layer_weights(const Params& p) {
-    const uint64_t policy = eviction_policy(Keep::first_out);
-    Ring ring;
+template <class Stages>
+DEVICE void layer_weights_before_experts(const Params& p, Stages& ring, uint64_t policy) {
     load_weights<OProj>(p, ring, p.o_proj, policy);
     mark(p, Point::O_PROJ);
     load_weights<Router>(p, ring, p.router, policy);
     load_weights<PreProj>(p, ring, p.pre_expert_proj, policy);
     mark(p, Point::PRE_PROJ);
+}
+
+DEVICE void layer_weights(const Params& p) {
+    const uint64_t policy = eviction_policy(Keep::first_out);
+    Ring ring;
+    if constexpr (attention::STAGED) {
+        attention::LendingRing lending(p);
+        layer_weights_before_experts(p, lending, policy);
+        if (lending.lent) lending.take_back(p);
+        ring = lending;
+    } else {
+        layer_weights_before_experts(p, ring, policy);
+    }
     experts::prepare_boxes(p);
     routing::wait_table(p);
     mark(p, Point::TABLE);
@@ -100,7 +114,11 @@ DEVICE void layer_math(const Params& p) {
     wait_for_previous_launch();
     const attention::Rows rows(p);  // after the wait: the accept rule of the step before writes the length
     mark(p, Point::INPUTS_READY);
-    attention::run(p, rows);
+    if constexpr (attention::STAGED) {
+        attention::run_any(p, rows);
+    } else {
+        attention::run(p, rows);
+    }
     const uint32_t epoch = meet_epoch();
     if (thread_index() == 0) add_release(counter_address(p, Counter::ATTENTION), 1u);
     mark(p, Point::ATTENTION);
@@ -130,8 +148,7 @@ DEVICE void layer_math(const Params& p) {
     mark(p, Point::COMBINED);
     run_dense_to<PostProj>(p, ring, p.post_partial, Counter::POST_PROJ);
     mark(p, Point::POST_PROJ);
-    boundary::for_owned_rows(p, Counter::AFTER_EXPERTS,
-                             [&](int row) { boundary::after_experts_row(p, epoch, row); });
+    boundary::for_owned_rows(p, Counter::AFTER_EXPERTS, [&](int row) { boundary::after_experts_row(p, epoch, row); });
     mark(p, Point::AFTER_EXPERTS);
     if (p.has_next != 0) {
         run_dense_to<QkvProj>(p, ring, p.qkv_partial, Counter::QKV_PROJ);

@@ -23,8 +23,8 @@ DEVICE void load_rows(const Ring& ring, int left, const char* source, int64_t st
     }
 }
 
-template <class G>
-DEVICE void load_weights(const Params& p, Ring& ring, const void* weights, uint64_t policy) {
+template <class G, class Stages>
+DEVICE void load_weights(const Params& p, Stages& ring, const void* weights, uint64_t policy) {
     using Shape = Geometry<G>;
     const char* base = static_cast<const char*>(weights);
     constexpr int64_t STRIDE = static_cast<int64_t>(G::K) * (G::WIDE ? 4 : 2);

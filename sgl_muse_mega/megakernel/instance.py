@@ -135,6 +135,7 @@ class Instance:
     math_warps: int = 8
     min_split: int = 32  # keys of a split of attention while there are at most splits_cap of them
     splits_cap: int = 128
+    staged_split: int = 0  # smallest split, in keys, whose keys and values pass through shared memory; 0: none does
     head_dim: int = 64
     ranks: int = 1
     trace: bool = False
@@ -215,9 +216,18 @@ class Instance:
                 self.moe_hidden % (4 * self.ranks) != 0,
                 f"moe_hidden_size {self.moe_hidden} is no multiple of {4 * self.ranks}",
             ),
+            (
+                self.staged_split != 0
+                and (self.staged_split < self.min_split or self.staged_split & (self.staged_split - 1) != 0),
+                f"staged_split is {self.staged_split}, it can be 0 or a power of two from {self.min_split} on",
+            ),
+            (
+                self.staged_split != 0 and self.math_warps != 8,
+                f"staged_split is set and there are {self.math_warps} math warps, it needs 8",
+            ),
         ]
         reasons = [text for bad, text in wrong if bad]
-        if not reasons and self.stages < 3:
+        if not reasons and self.stages - self.lent_stages < (2 if self.lent_stages else 3):
             reasons.append(f"only {self.stages} ring stages fit into shared memory")
         if reasons:
             raise UserError("The layer kernel cannot serve this model: " + "; ".join(reasons) + ".")
@@ -352,6 +362,11 @@ class Instance:
         return min(24, (HOPPER_SHARED_BYTES - fixed - neighbour) // self.stage_bytes)
 
     @property
+    def lent_stages(self) -> int:
+        """Stages at the end of the ring that attention over long splits has first: 72 KiB (staged.cuh)."""
+        return -(-73728 // self.stage_bytes) if self.staged_split and not self.separate_phases else 0
+
+    @property
     def shared_offsets(self) -> dict[str, int]:
         """Byte offsets in the CTA's shared memory; barriers, small tables, reduction buffer, ring."""
         tables = self.barrier_bytes
@@ -365,11 +380,13 @@ class Instance:
             "SUMS_PARKED_AT": 2 * 24 * 8 + 16,
             "SUMS_TAKEN_AT": 2 * 24 * 8 + 24,
             "ROW_SUM_AT": 2 * 24 * 8 + 32,
+            "LENT_BACK_AT": 2 * 24 * 8 + 96,
             "TRACE_AT": 512,  # length of each warp's log; nothing without a trace
             "TABLES_AT": tables,
             "ROUTE_AT": route,
             "REDUCE_AT": reduce,
             "RING_AT": ring,
+            "LENT_AT": ring + (self.stages - self.lent_stages) * self.stage_bytes,
             "SHARED_BYTES": ring + self.stages * self.stage_bytes,
         }
 
@@ -409,6 +426,7 @@ class Instance:
             "HEAD_DIM": self.head_dim, "EXPERTS": self.experts, "LOCAL_EXPERTS": self.local_experts,
             "TOP_K": self.top_k, "MOE_HIDDEN": self.moe_hidden, "MOE_INTER": self.moe_inter, "VOCAB": self.vocab,
             "MIN_SPLIT": self.min_split, "SPLITS_CAP": self.splits_cap, "STAGES": self.stages, "RANKS": self.ranks,
+            "STAGED_SPLIT": self.staged_split, "LENT_STAGES": self.lent_stages,
         }  # fmt: skip
         integers |= self.mail_offsets
         for name in ("o_proj", "router", "pre_proj", "post_proj", "qkv_proj", "lm_head"):

@@ -66,6 +66,7 @@ SITES: tuple[tuple[str, str], ...] = (
     ("BEST_TOKEN_MAIL", "the best token"),
     ("SUMS_PARKED", "the sums of its own expert task"),
     ("SUMS_TAKEN", "its own reduction buffer"),
+    ("LENT_BACK", "the stages that it lent to attention"),
 )
 MAX_RANKS = 8
 PEER_SHIFT = 16  # a fault's site word: the site, and above it 1 + the rank whose packet is missing

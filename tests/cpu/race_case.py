@@ -11,12 +11,21 @@ from sgl_muse_mega.megakernel import protocol
 from sgl_muse_mega.megakernel.random_step import RandomStep, random_weights, tiny_config
 from sgl_muse_mega.megakernel.scratch import Control
 
+Tuning = tuple[tuple[str, int], ...]  # fields of the kernels' Instance that differ from the default
+STAGED: Tuning = (("staged_split", 32), ("splits_cap", 1))  # attention's keys through shared memory, in one split
+
 
 class RaceCase:
     """A step on a few SMs; run it under any schedule."""
 
     def __init__(
-        self, sources: Path | None = None, *, nvfp4: bool = True, kv_dtype: str = "bf16", sms: int = 3
+        self,
+        sources: Path | None = None,
+        *,
+        nvfp4: bool = True,
+        kv_dtype: str = "bf16",
+        sms: int = 3,
+        tuning: Tuning = (),
     ) -> None:
         config = tiny_config(
             2, nvfp4=nvfp4, vocab_size=128, hidden_size=128, moe_hidden_size=64, moe_intermediate_size=64,
@@ -24,7 +33,9 @@ class RaceCase:
         )  # fmt: skip
         self.emulator = Emulator(sms=sms, sources=sources)
         weights = random_weights(config, 1, self.emulator.device)
-        self.case = RandomStep.create(config, weights, self.emulator, row_cap=8, max_context=160, kv_dtype=kv_dtype)
+        self.case = RandomStep.create(
+            config, weights, self.emulator, row_cap=8, max_context=160, kv_dtype=kv_dtype, tuning=dict(tuning)
+        )
 
     def run(
         self, schedule: Schedule = PLAIN, rows: int = 3, length: int = 100, content: int = 1, steps: int = 1

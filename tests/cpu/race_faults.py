@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from race_case import RaceCase
+from race_case import STAGED, RaceCase, Tuning
 
 from sgl_muse_mega.emulator.machine import EmulatorFault, Injection, racing
 from sgl_muse_mega.megakernel import protocol
 from sgl_muse_mega.megakernel.build import source_directory
 
 Address = Callable[[RaceCase], int]
-Expected = Callable[[int, int, int], torch.Tensor]  # SMs, rows, length -> logits without the fault
+Expected = Callable[[int, int, int, Tuning], torch.Tensor]  # SMs, rows, length -> logits without the fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class Fault:
     rows: int = 3
     length: int = 100
     sms: int = 3
+    tuning: Tuning = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ INJECTED = (
     Fault("missing fence after mbarrier initialisation", None, Injection.MISSING_INIT_FENCE),
     Fault("warp_sync that orders nothing", None, Injection.MISSING_WARP_SYNC),
     Fault("early exit of one CTA", None, Injection.EARLY_EXIT, lambda case: 1),
+    Fault("copies of keys not waited for", None, Injection.MISSING_COPY_WAIT, tuning=STAGED),
 )  # fmt: skip
 
 CHANGED = (
@@ -143,6 +145,24 @@ CHANGED = (
     Fault(
         "ring stage released while lanes read it", Change("layer/ring.cuh", WARP_SYNC, after="DEVICE void arrive_warp(")
     ),
+    Fault("keys read before the team has met", Change("layer/staged.cuh", "team.meet();"), tuning=STAGED),
+    Fault(
+        "keys waited for a turn too late",
+        Change("layer/staged.cuh", "wait_copies<2>()", "wait_copies<3>()"),
+        tuning=STAGED,
+    ),
+    Fault(
+        "weights in stages that attention has not given back",
+        Change("layer/staged.cuh", "wait_mbarrier(p, cfg::LENT_BACK_AT, 0, protocol::Site::LENT_BACK);"),
+        sms=1,
+        tuning=STAGED,
+    ),
+    Fault(
+        "stages given back without a proxy fence",
+        Change("layer/staged.cuh", "fence_generic_to_async();"),
+        sms=1,
+        tuning=STAGED,
+    ),
 )
 
 FAULTS = INJECTED + CHANGED
@@ -156,8 +176,8 @@ def hunt(fault: Fault, folder: Path, seeds: int, expected: Expected) -> Finding 
     if fault.change is not None:
         shutil.copytree(source_directory(), folder, dirs_exist_ok=True)
         fault.change.apply(folder)
-    case = RaceCase(None if fault.change is None else folder, sms=fault.sms)
-    reference = expected(fault.sms, fault.rows, fault.length)
+    case = RaceCase(None if fault.change is None else folder, sms=fault.sms, tuning=fault.tuning)
+    reference = expected(fault.sms, fault.rows, fault.length, fault.tuning)
     start = time.monotonic()
     for seed in range(1, seeds + 1):
         schedule = replace(racing(seed), injection=fault.injection, injection_address=fault.address(case))
@@ -171,9 +191,9 @@ def hunt(fault: Fault, folder: Path, seeds: int, expected: Expected) -> Finding 
 
 
 @functools.cache
-def clean_logits(sms: int, rows: int, length: int) -> torch.Tensor:
+def clean_logits(sms: int, rows: int, length: int, tuning: Tuning) -> torch.Tensor:
     """Logits of the step without a fault, under the plain schedule."""
-    return RaceCase(sms=sms).run(rows=rows, length=length)
+    return RaceCase(sms=sms, tuning=tuning).run(rows=rows, length=length)
 
 
 def main() -> int:

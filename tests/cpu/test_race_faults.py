@@ -21,7 +21,7 @@ def test_a_fault_of_the_machine_is_found(fault: Fault, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", CHANGED, ids=lambda fault: fault.name)
 def test_a_fault_in_the_sources_is_found(fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clean_logits(fault.sms, fault.rows, fault.length)
+    clean_logits(fault.sms, fault.rows, fault.length, fault.tuning)
     monkeypatch.setenv("SGL_MUSE_MEGA_CACHE", str(tmp_path / "cache"))  # broken kernels stay out of the real one
     assert hunt(fault, tmp_path / "csrc", SEEDS, clean_logits) is not None
 
