@@ -7,8 +7,7 @@
 #
 # Without --model: random weights at Muse Spark's sizes, in folders that FOLDER/make_models.py writes from the shape
 # "layers experts top-k heads kv-heads width"; the default is 14 layers with one rank of four on every GPU (--tp 1, 2 or
-# 4). The plugin runs whole steps on one GPU, the target's forward on several (--step says otherwise), and there only
-# with SGLANG_MUSE_MEGA_EXPERIMENTAL_TP=1. --stock is the folder of SGLang's packages for machines without network; leave
+# 4). The plugin runs on several GPUs only with SGLANG_MUSE_MEGA_EXPERIMENTAL_TP=1. --stock is the folder of SGLang's packages for machines without network; leave
 # it out where SGLang is installed and --model is given. --draft "" decodes without a draft. Servers listen on 127.0.0.1
 # alone, and end with this script.
 # DIR gets every server's log, every benchmark's record and, last, compare.json. Exit status 1 when a server did not
@@ -17,7 +16,7 @@ set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(dirname "$here")
-out='' stock='' model='' draft=none shape='' step='' tp=1 rounds=1 timeout=600 port=30000
+out='' stock='' model='' draft=none shape='' step=full tp=1 rounds=1 timeout=600 port=30000
 while [ $# -gt 0 ]; do
     case $1 in
         --out | --stock | --model | --draft | --shape | --step | --tp | --rounds | --timeout | --port)
@@ -32,7 +31,6 @@ done
 [ -n "$out" ] || { echo "error: --out is missing; see the head of $0" >&2; exit 2; }
 [ -n "$model$stock" ] || { echo "error: give --model, or --stock for random weights" >&2; exit 2; }
 
-[ -n "$step" ] || { [ "$tp" = 1 ] && step=full || step=target; }
 [ -n "$shape" ] || shape="14 $((64 * tp)) $((2 * tp)) $((32 * tp)) $((4 * tp)) 8"
 mkdir -p "$out"
 out=$(cd "$out" && pwd)

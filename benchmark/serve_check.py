@@ -35,7 +35,7 @@ def check_texts(servers: Servers, options: argparse.Namespace, record: dict[str,
         cuda_graph_bs_decode=[1, 2, 4], tp_size=options.tp, ep_size=options.tp,
     )  # fmt: skip
     dflash = plain | speculative(str(tiny.draft_directory()))
-    wanted = [name for name in options.arms.split(",") if options.tp == 1 or name != "full"]
+    wanted = options.arms.split(",")
     stock = servers.start("stock", dflash)
     arms = [servers.start(name, dflash, name) for name in wanted if name != "t1"]
     single = []
@@ -94,7 +94,7 @@ def main() -> int:
     parser.add_argument("--stock", type=Path, required=True, help="folder of the rival's scripts and packages")
     parser.add_argument("--parts", default="text,time")
     parser.add_argument("--problems", type=int, default=100)
-    parser.add_argument("--tp", type=int, default=1, help="GPUs of every server; whole steps run on one alone")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of every server")
     parser.add_argument("--draws", type=int, default=600, help="sampled requests of T07 for each server")
     parser.add_argument("--arms", default="target,full,t1", help="servers with the plugin of the part text")
     parser.add_argument("--pairs", default="w8.full,w8.target,t1", help="what the part time compares")
@@ -151,7 +151,7 @@ def save(record: dict[str, Any], options: argparse.Namespace) -> None:
         ratios = record.get("time", {}).get("ratio", {})
         names = {
             1: (("serve.w8.ratio_stock", "w8.full"), ("serve.t1.ratio_stock", "t1")),
-            2: (("tp2.w8.ratio_stock", "w8.target"),),
+            2: (("tp2.w8.ratio_stock", "w8.full"),),
         }.get(options.tp, ())
         figures = {name: Figure.of(ratios[part], "ratio") for name, part in names if part in ratios}
         print(results.save("serve_check", environment, record, figures))

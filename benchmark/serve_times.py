@@ -42,7 +42,7 @@ def check(
     prompt = [(i * 7919) % 200000 for i in range(PROMPT)]
     record |= {"ms": {}, "steps": {}, "ratio": {}}
     rivals: dict[bool, Arm] = {}
-    pairs = [pair for pair in options.pairs.split(",") if options.tp == 1 or pair != "w8.full"]
+    pairs = options.pairs.split(",")
     for pair in pairs:
         single = pair == "t1"
         arguments = plain if single else dflash

@@ -7,12 +7,15 @@ from torch import Tensor
 from sgl_muse_mega.checkpoint.weights import ConvWeights, DraftLayerWeights, DraftWeights
 
 
-def draft_weights(model: Any) -> DraftWeights:
-    """The draft that SGLang has loaded, on one GPU: views of its tensors. Raises AttributeError on another draft."""
+def draft_weights(model: Any, rank: int = 0, ranks: int = 1) -> DraftWeights:
+    """A rank's share of the draft that SGLang has loaded: views of its tensors. Raises AttributeError on another draft.
+
+    SGLang has split attention and MLP among the ranks as the kernels do, and has all else whole on each of them.
+    """
     selector = model.candidate_selector
     return DraftWeights(
         layers=tuple(_layer(layer) for layer in model.layers),
-        fc=model.fc.weight.detach(),
+        fc=model.fc.weight.detach().chunk(ranks)[rank],
         hidden_norm=model.hidden_norm.weight.detach(),
         norm=model.norm.weight.detach(),
         predecessor_codebook=selector.predecessor_codebook.detach(),

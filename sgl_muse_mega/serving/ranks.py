@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from sgl_muse_mega.errors import UserError
-from sgl_muse_mega.megakernel.mailbox import Mail
 from sgl_muse_mega.megakernel.peers import PeerMemory
+from sgl_muse_mega.megakernel.place import Place
 
 
 def place() -> tuple[int, int]:
@@ -36,7 +36,7 @@ class ServerGroup:
         return found
 
 
-def connect(rank: int, ranks: int) -> tuple[PeerMemory, Mail]:
+def connect(rank: int, ranks: int, arena_bytes: int) -> tuple[PeerMemory, Place]:
     """Mailboxes that all ranks reach; all ranks must call it, each with its GPU's context current.
 
     Raises UserError on every rank when they cannot reach each other.
@@ -44,5 +44,6 @@ def connect(rank: int, ranks: int) -> tuple[PeerMemory, Mail]:
     from cuda.bindings import driver
     from sglang.srt.runtime_context import get_parallel
 
-    memory = PeerMemory(ServerGroup(rank, ranks, get_parallel().tp_group.cpu_group), driver)
-    return memory, memory.mail()
+    group = ServerGroup(rank, ranks, get_parallel().tp_group.cpu_group)
+    memory = PeerMemory(group, driver, arena_bytes=arena_bytes)
+    return memory, Place(memory.mail(), group)

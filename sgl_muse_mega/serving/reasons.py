@@ -14,6 +14,7 @@ from sgl_muse_mega.megakernel.instance import MAX_ROWS, Instance
 from sgl_muse_mega.serving import switches, tables
 from sgl_muse_mega.serving.model_config import target_config
 from sgl_muse_mega.serving.ranks import place
+from sgl_muse_mega.speculative.width import read_cost_table
 
 SGLANG_VERSION = "0.5.23"
 KV_DTYPES = {"fp8_e4m3": "fp8", "bf16": "bf16", "bfloat16": "bf16"}
@@ -42,6 +43,7 @@ def config_disable_reasons(cfg: Any, hf_config: Any) -> list[str]:
             _graphs,
             _outputs,
             _step,
+            _rows,
         )
         for reason in check(cfg, hf_config)
     ]
@@ -113,8 +115,8 @@ def _ranks(cfg: Any, hf_config: Any) -> Iterator[str]:
             f"set {switches.EXPERIMENTAL_TP}=1 to try it, and check the text against SGLang's own"
         )
         return
-    if switches.step() == "full" and cfg.speculative_algorithm is not None:
-        yield f"{switches.STEP}=full runs on one GPU and --tp-size is {ranks}; set {switches.STEP}=target"
+    if switches.tree() or switches.automatic_width():
+        yield f"{switches.TREE} and {switches.WIDTH} run on one GPU and --tp-size is {ranks}; unset them"
     if cfg.enable_layernorm_sp:
         yield "--enable-layernorm-sp splits tokens among the GPUs, which the kernels do not; leave it out"
     if next(_model(cfg, hf_config), None) is None:
@@ -278,6 +280,22 @@ def _step(cfg: Any, hf_config: Any) -> Iterator[str]:
     if cfg.speculative_draft_model_quantization not in (None, "unquant", "modelopt_fp4"):
         quantization = cfg.speculative_draft_model_quantization
         yield f"{switches.STEP}=full reads a BF16 draft and this one is to be {quantization!r}; use a BF16 draft"
+
+
+def _rows(cfg: Any, hf_config: Any) -> Iterator[str]:
+    """Trees and chosen widths, which whole steps alone have."""
+    for name, values in ((switches.TREE, ("0", "1")), (switches.WIDTH, ("auto",))):
+        value = os.environ.get(name)
+        if value and value not in values:
+            yield f"{name} is {value!r}; set it to {' or '.join(values)}, or unset it"
+    if (switches.tree() or switches.automatic_width()) and switches.step() != "full":
+        yield f"{switches.TREE} and {switches.WIDTH} change whole steps alone; set {switches.STEP}=full, or unset them"
+    table = switches.cost_table()
+    if table:
+        try:
+            read_cost_table(Path(table))
+        except UserError as error:
+            yield f"{switches.COST_TABLE}: {_clause(error)}"
 
 
 def model_disable_reasons(model: Any, hf_config: Any) -> list[str]:

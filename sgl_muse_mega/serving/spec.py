@@ -20,13 +20,15 @@ from sgl_muse_mega.megakernel.backend import ROW_CAPS
 from sgl_muse_mega.megakernel.cuda import CudaMachine
 from sgl_muse_mega.megakernel.instance import MAX_ROWS
 from sgl_muse_mega.megakernel.machine import Machine
-from sgl_muse_mega.megakernel.mailbox import Mail, NoMail
-from sgl_muse_mega.megakernel.peers import PeerMemory
+from sgl_muse_mega.megakernel.mailbox import NoMail
+from sgl_muse_mega.megakernel.peers import ARENA_BYTES, DECODE_ARENA_BYTES, PeerMemory
+from sgl_muse_mega.megakernel.place import Place
 from sgl_muse_mega.megakernel.step import Step
 from sgl_muse_mega.serving import hooks, switches, tables, worker
 from sgl_muse_mega.serving.coverage import Coverage, Monitor
 from sgl_muse_mega.serving.model_config import target_config
-from sgl_muse_mega.serving.ranks import connect, place
+from sgl_muse_mega.serving.ranks import connect
+from sgl_muse_mega.serving.ranks import place as rank_and_ranks
 from sgl_muse_mega.serving.reasons import KV_DTYPES, config_disable_reasons, model_disable_reasons
 from sgl_muse_mega.serving.target import TargetMegakernel
 from sgl_muse_mega.serving.weights import kernel_weights
@@ -44,14 +46,14 @@ def build(model: Any, hf_config: Any, context: Any) -> TargetMegakernel:
     """
     machine = CudaMachine(deadline_seconds=context.deadline_s, targets=TARGETS)
     before = torch.cuda.memory_allocated()
-    rank, ranks = place()
-    mail: Mail = NoMail()
+    rank, ranks = rank_and_ranks()
+    place: Place | None = None
     for experiment in experiments(ranks):
         logger.warning("Muse megakernel: %s; compare the text with SGLang's own.", experiment)
     if ranks > 1:
-        peers, mail = connect(rank, ranks)
+        peers, place = connect(rank, ranks, DECODE_ARENA_BYTES if switches.step() == "full" else ARENA_BYTES)
         _KEPT.append(peers)
-    built = build_on(machine, model, hf_config, rows=context.tokens_per_request, mail=mail)
+    built = build_on(machine, model, hf_config, rows=context.tokens_per_request, place=place)
     used = (torch.cuda.memory_allocated() - before) / 2**20
     logger.info("Muse megakernel: %.0f MiB beyond SGLang's weights, which it reads where they are.", used)
     Monitor(built.coverage, machine.fault_record).start()
@@ -68,12 +70,14 @@ def experiments(ranks: int) -> list[str]:
     return found
 
 
-def build_on(machine: Machine, model: Any, hf_config: Any, *, rows: int, mail: Mail | None = None) -> TargetMegakernel:
-    """The same on any machine; `rows` of one request per step. mail: this rank's place among several."""
+def build_on(
+    machine: Machine, model: Any, hf_config: Any, *, rows: int, place: Place | None = None
+) -> TargetMegakernel:
+    """The same on any machine; `rows` of one request per step. place: this rank's among several."""
     from sglang.srt.runtime_context import attention_backends, get_model, get_schedule, get_spec, process_model_config
 
     _, backend = attention_backends()
-    config, mail = target_config(hf_config), mail or NoMail()
+    config, mail = target_config(hf_config), place.mail if place else NoMail()
     if rows == 1 and backend in tables.PACKED:
         # SGLang's Triton backend gives a decoding row the last window - 1 keys, itself included; its tables hold no
         # more, and the text should be the one that the server gives without the plugin.
@@ -95,6 +99,7 @@ def build_on(machine: Machine, model: Any, hf_config: Any, *, rows: int, mail: M
         page_size=int(get_schedule().page_size),
         layers_to_capture=lambda: model.model.language_model.layers_to_capture,
         coverage=Coverage(mail.rank),
+        place=place,
         head=split_head(model) if mail.ranks > 1 else None,
         note=f", step={switches.step()}" + (f", rank {mail.rank} of {mail.ranks}" if mail.ranks > 1 else ""),
     )

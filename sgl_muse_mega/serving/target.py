@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sgl_muse_mega.megakernel.place import Place
 from sgl_muse_mega.megakernel.step import Step
 from sgl_muse_mega.serving.coverage import Coverage
 from sgl_muse_mega.serving.tables import AttentionTables
@@ -26,13 +27,15 @@ class TargetMegakernel:
         page_size: int,
         layers_to_capture: Callable[[], list[int]],
         coverage: Coverage,
+        place: Place | None = None,
         head: Callable[[Tensor, Tensor, Any], Any] | None = None,
         note: str = "",
     ) -> None:
         """layers_to_capture: the layers whose streams the draft wants, which SGLang decides after the build.
 
-        head: what makes SGLang's output from ids, streams float32 [rows, H] and the batch, where the vocabulary is
-        split among several ranks and SGLang gathers logits as the batch wants them; None: the kernels' own head.
+        place: this rank's among several. head: what makes SGLang's output from ids, streams float32 [rows, H] and the
+        batch, where the vocabulary is split among them and SGLang gathers logits as the batch wants them; None: the
+        kernels' own head.
         """
         self.step = step
         self.rows = rows
@@ -42,6 +45,7 @@ class TargetMegakernel:
         window = step.config.sliding_window
         self._tables = AttentionTables(step.inputs, window=window, page_size=page_size)
         self._layers_to_capture = layers_to_capture
+        self.place = place
         self._head = head
         self._note = note
         self._pool: Any = None

@@ -14,6 +14,7 @@ from sgl_muse_mega.megakernel.draft_instance import TargetEnds
 from sgl_muse_mega.megakernel.draft_scratch import DecodeState
 from sgl_muse_mega.megakernel.draft_step import DraftStep
 from sgl_muse_mega.megakernel.draft_weights import prepare_draft
+from sgl_muse_mega.megakernel.mailbox import NoMail
 from sgl_muse_mega.serving import hooks, switches
 from sgl_muse_mega.serving.draft import draft_weights
 from sgl_muse_mega.serving.full_step import FullStep
@@ -71,24 +72,28 @@ def build_step(built: TargetMegakernel, worker: Any) -> FullStep:
             f"The target scales the draft's embedding by {worker._noise_embed_scale}, which the kernels do not; "
             "set SGLANG_MUSE_MEGA_STEP=target."
         )
+    place = built.place
+    mail = place.mail if place else NoMail()
     try:
-        weights = draft_weights(worker.draft_model)
+        weights = draft_weights(worker.draft_model, mail.rank, mail.ranks)
     except AttributeError as error:
         raise UserError(
             f"The draft is not a DFlash2 draft as SGLang 0.5.23 builds it ({error}); set SGLANG_MUSE_MEGA_STEP=target."
         ) from error
     held = step.weights
-    kernel_draft = prepare_draft(config, weights, held.embedding, held.lm_head)
+    mask = place.vocabulary_row(held.embedding, config.mask_token_id) if place else None
+    kernel_draft = prepare_draft(config, weights, held.embedding, held.lm_head, mask)
     state = DecodeState.allocate(step.instance.row_cap, step.machine.device)
     draft = DraftStep(
         config, kernel_draft, step.machine, step.inputs, step.taps, state, target=TargetEnds.of(step.config),
-        progress=logger.info,
+        mail=mail, progress=logger.info,
     )  # fmt: skip
     pool = draft_runner.token_to_kv_pool
     draft.use_caches([(pool.get_key_buffer(i), pool.get_value_buffer(i)) for i in range(config.num_hidden_layers)])
     accept = AcceptStep(
         step.machine, step.inputs, step.activations.logits, step.activations.greedy_ids, state, draft.activations,
-        softcap=step.config.final_logit_softcapping, progress=logger.info,
+        softcap=step.config.final_logit_softcapping, progress=logger.info, mail=mail,
+        greedy_logits=step.activations.greedy_logits,
     )  # fmt: skip
     accept.use_caches(built.caches, [step.config.is_full(index) for index in range(len(built.caches))])
     full = FullStep(
@@ -98,6 +103,8 @@ def build_step(built: TargetMegakernel, worker: Any) -> FullStep:
         req_to_token=target.req_to_token_pool.req_to_token,
         full_to_sliding=getattr(target.token_to_kv_pool, "full_to_swa_index_mapping", None),
     )
+    if place:
+        place.meet()  # the first steps run as they are captured, and a rank may have compiled the kernels before
     full.capture()
     return full
 

@@ -102,7 +102,7 @@ def test_both_servers_one_after_the_other(tmp_path: Path) -> None:
 
 def test_a_server_that_ends(tmp_path: Path) -> None:
     found = run(tmp_path, "dies", "--tp", "2")
-    assert [step for *_, step in found.servers] == [None, "target"]  # whole steps run on one GPU alone
+    assert [step for *_, step in found.servers] == [None, "full"]
     assert all(words[words.index("--tp") + 1] == "2" for words, *_ in found.servers)
     assert found.status == 1
     assert "plugin-1 ended before it was up" in found.text

@@ -190,11 +190,11 @@ def test_the_whole_comparison() -> None:
     assert len(said) == len(record["outcomes"]) + 1
 
 
-@pytest.mark.parametrize(("ranks", "arms", "pairs"), [(1, "target,full,t1", "w8.full,t1"), (2, "target", "t1")])
+@pytest.mark.parametrize(("ranks", "arms", "pairs"), [(1, "target,full,t1", "w8.full,t1"), (2, "full", "t1")])
 def test_servers_of_the_parts(
     ranks: int, arms: str, pairs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which servers start for one GPU and for two; whole steps run on one alone."""
+    """Which servers start for one GPU and for two."""
     import serve_check
     import serve_times
 
@@ -219,8 +219,7 @@ def test_servers_of_the_parts(
             return Arm(name)
 
     options = SimpleNamespace(
-        arms="target,full,t1" if ranks == 1 else "target,full", pairs="w8.full,t1", tp=ranks, problems=12, timeout=1.0,
-        draws=30, rounds=2,
+        arms=arms, pairs=pairs, tp=ranks, problems=12, timeout=1.0, draws=30, rounds=2,
     )  # fmt: skip
     record: dict[str, Any] = {"failed": []}
     serve_check.check_texts(Servers(), options, record)  # type: ignore[arg-type]
@@ -228,7 +227,6 @@ def test_servers_of_the_parts(
     assert {name for name, *_ in started} >= {"stock", *(name for name in arms.split(",") if name != "t1")}
     assert ("plugin-t1" in [name for name, *_ in started]) is ("t1" in arms)
     assert all(a["tp_size"] == a["ep_size"] == ranks for _, a, _ in started)
-    assert ("full" in [step for *_, step in started]) is (ranks == 1)
     started.clear()
     monkeypatch.setattr(serve_times.subprocess, "run", lambda command, **_: None)
     timed: dict[str, Any] = {"failed": []}

@@ -1,16 +1,19 @@
-"""Two ranks of SGLang load a checkpoint on a CPU; each says how its tensors differ from the kernels' share of it.
+"""Two ranks of SGLang load a target and a draft on a CPU; each says how its tensors differ from the kernels' shares.
 
     sglang_ranks.py CHECKPOINT
 
 A program of its own, because a process of SGLang is one rank. Prints a JSON object per rank.
 """
 
+import contextlib
 import json
 import multiprocessing
 import os
+import queue
 import socket
 import sys
-from dataclasses import fields
+import tempfile
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +48,31 @@ def differences(ours: Any, expected: Any) -> list[str]:
         if isinstance(wanted, torch.Tensor):
             gate = name.endswith(("alpha", "beta"))  # SGLang keeps the stored gate in bf16
             same = torch.allclose(mine, wanted, atol=5e-3, rtol=5e-3) if gate else torch.equal(mine, wanted)
+        elif is_dataclass(wanted):
+            same = not differences(mine, wanted)
         else:
             same = name == "layers" or mine == wanted
         found += [] if same else [name]
+    return found
+
+
+def draft_differences(target: Any, rank: int) -> list[str]:
+    """The same of a random draft, which SGLang's own module loads as this rank."""
+    import models
+    import sglang_draft
+
+    from sgl_muse_mega.checkpoint.draft import save_draft
+    from sgl_muse_mega.checkpoint.draft_share import share_draft
+    from sgl_muse_mega.serving.draft import draft_weights
+
+    whole = models.draft_weights(3)
+    with tempfile.TemporaryDirectory() as folder:
+        save_draft(Path(folder) / "draft", models.DRAFT, whole)
+        made = draft_weights(sglang_draft.load(Path(folder) / "draft", target), rank, RANKS)
+    expected = share_draft(models.DRAFT, whole, rank=rank, ranks=RANKS)
+    found = [name for name in differences(made, expected) if name != "mask_embedding"]
+    for ours, theirs in zip(made.layers, expected.layers, strict=True):
+        found += differences(ours, theirs)
     return found
 
 
@@ -69,6 +94,7 @@ def work(rank: int, checkpoint: str, port: int, answers: Any) -> None:
     different = differences(made, expected)
     for ours, theirs in zip(made.layers, expected.layers, strict=True):
         different += differences(ours, theirs)
+    different += draft_differences(runner.model, rank)
     group = ranks.ServerGroup(*place, get_parallel().tp_group.cpu_group)
     gathered = [text.decode() for text in group.gather(f"rank {rank}".encode())]
     problems = weight_problems(config, made, RANKS)
@@ -87,8 +113,11 @@ def main() -> None:
     for process in processes:
         process.start()
     try:
-        for _ in processes:
-            print(json.dumps(answers.get(timeout=240)), flush=True)
+        said = 0
+        while said < RANKS and not any(process.exitcode for process in processes):
+            with contextlib.suppress(queue.Empty):
+                print(json.dumps(answers.get(timeout=1)), flush=True)
+                said += 1
     finally:
         for process in processes:
             process.kill()

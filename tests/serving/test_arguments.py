@@ -216,15 +216,41 @@ def test_several_gpus(resolved: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
     assert ["3 ranks: num_attention_heads = 8" in r for r in found(3)] == [True]
     assert ["--enable-layernorm-sp" in r for r in found(2, enable_layernorm_sp=True)] == [True]
     monkeypatch.setenv(switches.STEP, "full")
-    assert ["runs on one GPU" in r for r in found(2, speculative_draft_kv_cache_dtype="bfloat16")] == [True]
+    assert found(2, speculative_draft_kv_cache_dtype="bfloat16") == []
+    monkeypatch.delenv(switches.STEP)
     resolve(tp_size=2, ep_size=2)
     with pytest.raises(ValueError, match="cannot run this setup"):
         resolve(tp_size=2, ep_size=1)
 
 
 @pytest.mark.usefixtures("hopper")
+def test_trees_and_widths(resolved: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cfg, hf_config = resolved
+    served = Changed(cfg, speculative_draft_kv_cache_dtype="bfloat16")
+
+    def found(**changes: Any) -> list[str]:
+        return reasons.config_disable_reasons(Changed(served, **changes), hf_config)
+
+    monkeypatch.setenv(switches.TREE, "yes")
+    monkeypatch.setenv(switches.WIDTH, "8")
+    assert [part in r for part, r in zip(("set it to 0 or 1", "set it to auto"), found(), strict=True)] == [True] * 2
+    monkeypatch.setenv(switches.TREE, "1")
+    monkeypatch.setenv(switches.WIDTH, "auto")
+    assert ["set SGLANG_MUSE_MEGA_STEP=full, or unset" in reason for reason in found()] == [True]
+    monkeypatch.setenv(switches.STEP, "full")
+    assert found() == []
+    monkeypatch.setenv(switches.EXPERIMENTAL_TP, "1")
+    assert ["run on one GPU" in reason for reason in found(tp_size=2, ep_size=2)] == [True]
+    monkeypatch.setenv(switches.COST_TABLE, str(tmp_path / "missing.json"))
+    assert ["missing.json" in reason for reason in found()] == [True]
+
+
+@pytest.mark.usefixtures("hopper")
 def test_an_empty_switch_is_no_switch(resolved: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (switches.STEP, switches.EXPERIMENTAL_SM103, switches.EXPERIMENTAL_TP):
+    for name in (
+        *(switches.STEP, switches.TREE, switches.WIDTH, switches.COST_TABLE),
+        *(switches.EXPERIMENTAL_SM103, switches.EXPERIMENTAL_TP),
+    ):
         monkeypatch.setenv(name, "")
     assert reasons.config_disable_reasons(*resolved) == []
     assert switches.step() == "target"

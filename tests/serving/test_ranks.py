@@ -16,8 +16,9 @@ from torch import Tensor
 from sgl_muse_mega.checkpoint.target import load_target
 from sgl_muse_mega.emulator.stepper import EmulatedRanks
 from sgl_muse_mega.errors import UserError
+from sgl_muse_mega.megakernel.place import Place
 from sgl_muse_mega.megakernel.weights import prepare
-from sgl_muse_mega.serving import hooks, ranks, reasons
+from sgl_muse_mega.serving import hooks, ranks, reasons, switches
 from sgl_muse_mega.serving.spec import build_on
 from sgl_muse_mega.serving.weights import kernel_weights, weight_problems
 
@@ -150,7 +151,7 @@ def test_a_verify_step_of_two_ranks(runner: Any, monkeypatch: pytest.MonkeyPatch
     for rank in range(RANKS):
         model = Shared(share(runner.model, rank), logits_processor=logits_processor)
         mail = machines.mail(rank)
-        made = build_on(machines.machines[rank], model, hf_config, rows=ROWS, mail=mail)
+        made = build_on(machines.machines[rank], model, hf_config, rows=ROWS, place=Place(mail, None))  # type: ignore[arg-type]
         assert f"rank {rank} of {RANKS}" in made.summary()
         assert made.coverage.rank == rank
         view = SimpleNamespace(metadata=metadata, kv_pool=SimpleNamespace(pool=pools[rank]))
@@ -229,8 +230,8 @@ def test_mailboxes_are_connected_at_build(monkeypatch: pytest.MonkeyPatch, caplo
     met: list[Any] = []
 
     class Memory:
-        def __init__(self, group: ranks.ServerGroup, used: Any) -> None:
-            met.append((group.rank, group.ranks, group._group, used))
+        def __init__(self, group: ranks.ServerGroup, used: Any, arena_bytes: int) -> None:
+            met.append((group.rank, group.ranks, group._group, used, arena_bytes >> 20))
 
         def mail(self) -> str:
             return "mail"
@@ -241,10 +242,10 @@ def test_mailboxes_are_connected_at_build(monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setattr(spec, "_KEPT", [])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    mails: list[Any] = []
+    places: list[Any] = []
 
-    def build_on(*_: Any, mail: Any, **__: Any) -> Any:
-        mails.append(mail)
+    def build_on(*_: Any, place: Any, **__: Any) -> Any:
+        places.append(place)
         return SimpleNamespace(coverage=None)
 
     monkeypatch.setattr(spec, "build_on", build_on)
@@ -252,19 +253,22 @@ def test_mailboxes_are_connected_at_build(monkeypatch: pytest.MonkeyPatch, caplo
     with caplog.at_level(logging.INFO):
         spec.build(None, None, context)
     assert "0 MiB beyond SGLang's weights, which it reads where they are" in caplog.text
-    assert met == [(1, 4, "the ranks", driver)]
-    assert mails == ["mail"]
+    monkeypatch.setenv(switches.STEP, "full")
+    spec.build(None, None, context)
+    assert met == [(1, 4, "the ranks", driver, 64), (1, 4, "the ranks", driver, 160)]
+    assert [place.mail for place in places] == ["mail"] * 2
+    assert places[0].group.ranks == 4
     assert "the exchange between 4 GPUs has never run on hardware" in caplog.text
     assert isinstance(spec._KEPT[0], Memory)  # or the mailboxes would go while kernels write to them
     parallel.tp_size, parallel.tp_rank = 1, 0
     caplog.clear()
     spec.build(None, None, context)
     assert "never" not in caplog.text
-    assert len(met) == 1
+    assert len(met) == 2
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 3))
     spec.build(None, None, context)
     assert "the kernels have never run on a GPU of this kind" in caplog.text
-    assert mails[1].ranks == 1
+    assert places[2] is None
 
 
 def test_sglang_ranks(sglang_ranks: "subprocess.Popen[str]") -> None:

@@ -230,9 +230,74 @@ def test_a_step_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
         target_worker=SimpleNamespace(model_runner=runner), draft_model_runner=runner, draft_model=SimpleNamespace(),
         _noise_embed_scale=0.5,
     )  # fmt: skip
-    built: Any = SimpleNamespace(step=SimpleNamespace(taps_after=()), bind=lambda _pool: None)
+    built: Any = SimpleNamespace(place=None, step=SimpleNamespace(taps_after=()), bind=lambda _pool: None)
     with pytest.raises(UserError, match=r"by 0\.5, which the kernels do not.*STEP=target"):
         worker.build_step(built, made)
     made._noise_embed_scale = 1.0
     with pytest.raises(UserError, match=r"not a DFlash2 draft.*candidate_selector.*STEP=target"):
         worker.build_step(built, made)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_how_a_step_is_put_together(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several ranks all parts get the rank's mail, the mask's row comes from who has it, and ranks meet before
+    their first steps."""
+    events: list[Any] = []
+    made: dict[str, Any] = {}
+
+    class Mail:
+        rank, session = ranks - 1, 3
+
+    Mail.ranks = ranks  # type: ignore[attr-defined]
+    place = SimpleNamespace(
+        mail=Mail, meet=lambda: events.append("met"),
+        vocabulary_row=lambda table, token: events.append((table, token)) or "the mask's row",
+    )  # fmt: skip
+
+    def part(name: str) -> Any:
+        def create(*args: Any, **kwargs: Any) -> Any:
+            made[name] = (args, kwargs)
+            return SimpleNamespace(use_caches=lambda *_: None, activations="rows")
+
+        return create
+
+    def shares(draft: Any, rank: int, of: int) -> Any:
+        return (draft, rank, of)
+
+    config = SimpleNamespace(mask_token_id=9, num_hidden_layers=0)
+    monkeypatch.setattr(worker, "draft_config", lambda *_args, **_kwargs: config)
+    monkeypatch.setattr(worker, "draft_weights", shares)
+    monkeypatch.setattr(worker, "TargetEnds", SimpleNamespace(of=lambda _config: "ends"))
+    monkeypatch.setattr(worker, "DecodeState", SimpleNamespace(allocate=lambda *_: "state"))
+    for name in ("prepare_draft", "DraftStep", "AcceptStep", "DecodeStep"):
+        monkeypatch.setattr(worker, name, part(name))
+    full = SimpleNamespace(capture=lambda: events.append("captured"))
+    monkeypatch.setattr(worker, "FullStep", lambda *_args, **_kwargs: full)
+    activations = SimpleNamespace(logits="logits", greedy_ids="ids", greedy_logits="their logits")
+    step = SimpleNamespace(
+        taps_after=(), taps=None, machine=SimpleNamespace(device="cpu"), inputs=None, activations=activations,
+        instance=SimpleNamespace(row_cap=8), config=SimpleNamespace(final_logit_softcapping=20.0),
+        weights=SimpleNamespace(embedding="embedding", lm_head="head"),
+    )  # fmt: skip
+    pool = SimpleNamespace(full_to_swa_index_mapping=None)
+    runner = SimpleNamespace(
+        token_to_kv_pool=pool, model_config=SimpleNamespace(hf_config=None),
+        req_to_token_pool=SimpleNamespace(req_to_token=None),
+    )  # fmt: skip
+    served = SimpleNamespace(
+        target_worker=SimpleNamespace(model_runner=runner), draft_model_runner=runner, draft_model="draft",
+        _noise_embed_scale=1.0,
+    )  # fmt: skip
+    built: Any = SimpleNamespace(
+        step=step, rows=8, bind=lambda _pool: None, place=place if ranks > 1 else None, caches=[]
+    )
+    assert worker.build_step(built, served) is full
+    assert made["prepare_draft"][0][1] == ("draft", ranks - 1, ranks)
+    mails = [made[name][1]["mail"] for name in ("DraftStep", "AcceptStep")]
+    assert [mail.ranks for mail in mails] == [ranks] * 2
+    assert made["AcceptStep"][1]["greedy_logits"] == "their logits"
+    if ranks == 1:
+        assert (made["prepare_draft"][0][4], events) == (None, ["captured"])
+    else:
+        assert made["prepare_draft"][0][4] == "the mask's row"
+        assert events == [("embedding", 9), "met", "captured"]
