@@ -112,9 +112,11 @@ class KernelControl:
         counters = torch.zeros(len(hand_offs), protocol.COUNTER_STRIDE, dtype=torch.int64)
         for index, counter in enumerate(hand_offs):
             counters[index, 0] = protocol.expected(counter, epoch - 1, sms=sms, row_cap=row_cap)
-        words = torch.cat((counters.flatten(), torch.tensor([epoch])))
-        signed = as_int32(words)
-        return cls(signed[:-1].to(device), signed[-1:].to(device))
+        # Nobody else's counter may lie in the line of the epoch, which is polled: the host's memory comes in halves of one.
+        behind = torch.zeros(protocol.COUNTER_STRIDE - 1, dtype=torch.int64)
+        signed = as_int32(torch.cat((counters.flatten(), torch.tensor([epoch]), behind)))
+        count = counters.numel()
+        return cls(signed[:count].to(device), signed[count:].to(device)[:1])
 
 
 def as_int32(words: Tensor) -> Tensor:

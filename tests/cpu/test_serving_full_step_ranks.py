@@ -25,8 +25,8 @@ class Together:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._decode, name)
 
-    def launch(self, rows: int) -> None:
-        self._decode.launch(rows)
+    def launch(self, rows: int, **options: Any) -> None:
+        self._decode.launch(rows, **options)
         self._machine.synchronize()
 
 
