@@ -112,7 +112,7 @@ class KernelControl:
         counters = torch.zeros(len(hand_offs), protocol.COUNTER_STRIDE, dtype=torch.int64)
         for index, counter in enumerate(hand_offs):
             counters[index, 0] = protocol.expected(counter, epoch - 1, sms=sms, row_cap=row_cap)
-        # Nobody else's counter may lie in the line of the epoch, which is polled: the host's memory comes in halves of one.
+        # No other counter may lie in the line of the epoch, which is polled; the host's memory comes in half lines.
         behind = torch.zeros(protocol.COUNTER_STRIDE - 1, dtype=torch.int64)
         signed = as_int32(torch.cat((counters.flatten(), torch.tensor([epoch]), behind)))
         count = counters.numel()
