@@ -96,7 +96,11 @@ DEVICE void embed(const Params& p, uint32_t epoch) {
     for (int row = 0; row < cfg::ROW_CAP; ++row) {
         if (!owns_row(row)) continue;
         if (row < p.rows) {
-            convolution::embed_row(p, epoch, row);
+            if constexpr (cfg::RANKS > 1) {
+                convolution::embed_row_over_ranks(p, epoch, row);
+            } else {
+                convolution::embed_row(p, epoch, row);
+            }
         } else {
             convolution::clear_row(p.input, row);
         }

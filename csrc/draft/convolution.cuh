@@ -108,6 +108,9 @@ DEVICE void embed_row(const Params& p, uint32_t epoch, int row) {
     });
 }
 
+// The same as a function of its own: with several ranks its packets in flight would cost the caller registers.
+DEVICE_CALL void embed_row_over_ranks(const Params& p, uint32_t epoch, int row) { embed_row(p, epoch, row); }
+
 // The rows this CTA owns. Every row of the capacity arrives, so that the counter's growth does not depend on the rows.
 // row_operation(row) for the launch's rows, beyond(row) for the others.
 template <class Ready, class RowOperation, class Beyond>
