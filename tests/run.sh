@@ -19,6 +19,6 @@ fi
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
-CUDA_HOME="$PWD/$cuda" "$python" -m pytest tests/cpu --numprocesses 2
+CUDA_HOME="$PWD/$cuda" "$python" -m pytest tests/cpu --numprocesses 2 --dist loadfile  # tests of a file share kernels
 echo "Kernels for sm_90a and sm_103a: compiled and inspected. Those for sm_103a have never run."
 bash tests/oracle/run.sh
