@@ -31,6 +31,7 @@ from torch import Tensor
 from sgl_muse_mega import results
 from sgl_muse_mega.commands.build import HOPPER_SMS, instances
 from sgl_muse_mega.commands.roof import ROOF_GB_S
+from sgl_muse_mega.commands.step_times import WARM_UP, timed_steps
 from sgl_muse_mega.megakernel.build import build
 from sgl_muse_mega.megakernel.decode_loop import DecodeLoop
 from sgl_muse_mega.megakernel.machine import Machine
@@ -185,20 +186,7 @@ class Case:
         self.place.meet()
         if self.machine.device.type != "cuda":
             return [wall_us(self.machine, loop.next_step) for _ in range(self.options.repeats)], [0.0]
-        marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-        def mark(before: bool) -> None:
-            if before:
-                marks.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
-            marks[-1][0 if before else 1].record()
-
-        loop.mark = mark
-        for _ in range(self.options.repeats + 3):
-            loop.next_step()
-        loop.mark = None
-        self.machine.synchronize()
-        whole = [start.elapsed_time(end) * 1e3 for start, end in marks[3:]]
-        return whole, [marks[i][1].elapsed_time(marks[i + 1][0]) * 1e3 for i in range(3, len(marks) - 1)]
+        return timed_steps(loop, self.options.repeats + WARM_UP)
 
 
 def begin(loop: DecodeLoop, context: int, rows: int) -> None:

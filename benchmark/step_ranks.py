@@ -32,6 +32,7 @@ from sgl_muse_mega.checkpoint.draft import load_draft
 from sgl_muse_mega.checkpoint.target import load_target
 from sgl_muse_mega.commands.build import HOPPER_SMS, instances
 from sgl_muse_mega.commands.problems import read_problems
+from sgl_muse_mega.commands.step_times import WARM_UP, timed_steps
 from sgl_muse_mega.commands.text import Text
 from sgl_muse_mega.config import load_draft_config, load_target_config
 from sgl_muse_mega.megakernel.build import build
@@ -131,20 +132,7 @@ def times(machine: Machine, place: Place, options: Options, tell: Tell) -> None:
             loop.next_step()
         tell("times", {"step_us": [0.0], "gap_us": [0.0]})
         return
-    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def mark(before: bool) -> None:
-        if before:
-            marks.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
-        marks[-1][0 if before else 1].record()
-
-    loop.mark = mark
-    for _ in range(options.repeats + 3):
-        loop.next_step()
-    loop.mark = None
-    machine.synchronize()
-    steps = [start.elapsed_time(end) * 1e3 for start, end in marks[3:]]
-    gaps = [marks[i][1].elapsed_time(marks[i + 1][0]) * 1e3 for i in range(3, len(marks) - 1)]
+    steps, gaps = timed_steps(loop, options.repeats + WARM_UP)
     tell("times", {"step_us": steps, "gap_us": gaps})
 
 

@@ -13,6 +13,7 @@ from step_pair import Pair
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from sgl_muse_mega.commands.step_times import timed_steps
 from sgl_muse_mega.megakernel.decode_loop import DecodeLoop
 from sgl_muse_mega.speculative.generate import generate
 from sgl_muse_mega.speculative.sampling import SamplingParams
@@ -117,18 +118,5 @@ def gaps(pair: Pair, width: int, steps: int) -> dict[str, Any]:
     """us between the end of a step's graph and the begin of the next while the host reads every report, and us of the
     steps, by events on the stream."""
     loop = start_text(pair, width)
-    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def mark(before: bool) -> None:
-        if before:
-            marks.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
-        marks[-1][0 if before else 1].record()
-
-    loop.mark = mark
-    for _ in range(steps):
-        loop.next_step()
-    loop.mark = None
-    loop.decode.step.machine.synchronize()
-    between = [marks[i][1].elapsed_time(marks[i + 1][0]) * 1e3 for i in range(2, len(marks) - 1)]
-    lasted = [first.elapsed_time(last) * 1e3 for first, last in marks[2:]]
+    lasted, between = timed_steps(loop, steps, warm_up=2)
     return {"width": width, "gap_us": between, "step_us": lasted, "gap_median_us": statistics.median(between)}

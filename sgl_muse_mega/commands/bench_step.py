@@ -12,6 +12,7 @@ from rich.table import Table
 from sgl_muse_mega import results
 from sgl_muse_mega.checkpoint.random_weights import random_draft
 from sgl_muse_mega.commands.roof import ROOF_GB_S
+from sgl_muse_mega.commands.step_times import WARM_UP, timed_steps
 from sgl_muse_mega.config import DraftConfig, TargetConfig
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.cuda import CudaMachine
@@ -225,21 +226,7 @@ def check_rows(report: Report, rows: int) -> None:
 def time_steps(loop: DecodeLoop, repeats: int, rows: int) -> tuple[list[float], list[float]]:
     """The same of `repeats` steps of a sequence that has begun, each of `rows` rows. Raises UserError when they had
     others."""
-    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def mark(before: bool) -> None:
-        if before:
-            marks.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
-        marks[-1][0 if before else 1].record()
-
-    loop.mark = mark
-    for _ in range(repeats + 3):
-        check_rows(loop.next_step(), rows)
-    loop.mark = None
-    torch.cuda.synchronize()
-    steps = [start.elapsed_time(end) * 1e3 for start, end in marks[3:]]
-    gaps = [marks[i][1].elapsed_time(marks[i + 1][0]) * 1e3 for i in range(3, len(marks) - 1)]
-    return steps, gaps
+    return timed_steps(loop, repeats + WARM_UP, check=lambda report: check_rows(report, rows))
 
 
 def sampling(options: Options) -> SamplingParams:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from sgl_muse_mega.emulator.machine import PLAIN, Region, Schedule, machine
-from sgl_muse_mega.emulator.stepper import EmulatedRanks, Emulator, step_regions
+from sgl_muse_mega.emulator.stepper import EmulatedRanks, Emulator, declared_regions, step_regions
 from sgl_muse_mega.megakernel.peers import StoreGroup
 from sgl_muse_mega.megakernel.place import Place
 from sgl_muse_mega.megakernel.step import Step
@@ -37,11 +37,7 @@ class RankEmulator(Emulator):
         step: Step | None = None,
         caches: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
-        regions = [Region(*each) for each in memory]
-        known = {region.tensor.data_ptr() for region in regions}
-        if step is not None:
-            regions += [r for r in step_regions(step, list(caches)) if r.tensor.data_ptr() not in known]
-        self._owner.declare(self.rank, regions)
+        self._owner.declare(self.rank, declared_regions(memory, step, caches))
 
     def attach(self, step: Step, caches: list[tuple[Tensor, Tensor]]) -> None:
         self._owner.declare(self.rank, step_regions(step, caches))

@@ -73,11 +73,7 @@ class Emulator:
     ) -> None:
         """`attach` for launches beside those of `step`: (name, tensor, constant, written); the step's own memory is
         added where it is not among them."""
-        regions = [Region(*each) for each in memory]
-        known = {region.tensor.data_ptr() for region in regions}
-        if step is not None:
-            regions += [r for r in step_regions(step, list(caches)) if r.tensor.data_ptr() not in known]
-        machine().use(regions)
+        machine().use(declared_regions(memory, step, caches))
 
     def describe_boxes(self, boxes: Boxes) -> bytes:
         """BoxDescription of csrc/emulator/instr/bulk.cuh."""
@@ -148,6 +144,17 @@ def run_together(machines: Sequence[Emulator], schedule: Schedule) -> Statistics
         if not sentences:
             raise
         raise EmulatorFault(fault.kind, "\n".join([*sentences, fault.text]), schedule) from fault
+
+
+def declared_regions(
+    memory: Sequence[tuple[str, Tensor, bool, bool]], step: Step | None, caches: Sequence[tuple[Tensor, Tensor]]
+) -> list[Region]:
+    """(name, tensor, constant, written) each, and the memory of `step` that is not among them."""
+    regions = [Region(*each) for each in memory]
+    known = {region.tensor.data_ptr() for region in regions}
+    if step is not None:
+        regions += [r for r in step_regions(step, list(caches)) if r.tensor.data_ptr() not in known]
+    return regions
 
 
 def step_regions(step: Step, caches: list[tuple[Tensor, Tensor]]) -> list[Region]:

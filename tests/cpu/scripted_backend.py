@@ -1,12 +1,15 @@
 """A backend without models: a hash-based language model over a few ids and any draft one can think of."""
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from sgl_muse_mega.speculative.backend import DraftBlock
+from sgl_muse_mega.speculative.sampling import SamplingParams, target_distribution
 
 Draft = Callable[["ScriptedBackend", int, int, float, Sequence[float]], DraftBlock]
 
@@ -110,3 +113,17 @@ def plain_greedy(backend: ScriptedBackend, prompt: Sequence[int], count: int) ->
         row = backend.logits(text).tolist()
         text.append(row.index(max(row)))
     return text[len(prompt) :]
+
+
+def cache_distributions(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+    """The rows of a chi-square run never change, so the modules compute the distribution of each once, for any seed."""
+    cache: dict[tuple[object, ...], Tensor] = {}
+
+    def cached(logits: Tensor, params: SamplingParams) -> Tensor:
+        key = (params.temperature, params.top_p, params.top_k, params.min_p, *logits.tolist())
+        if key not in cache:
+            cache[key] = target_distribution(logits, params)
+        return cache[key]
+
+    for module in modules:
+        monkeypatch.setattr(module, "target_distribution", cached)

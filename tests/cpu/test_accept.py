@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from scripted_backend import one_hot_block, walk
+from scripted_backend import cache_distributions, one_hot_block, walk
 from torch import Tensor
 
 from sgl_muse_mega.errors import UserError
@@ -42,16 +42,7 @@ def test_greedy_keeps_the_longest_matching_prefix(slots: int, vocab: int, data: 
 
 @pytest.fixture
 def one_distribution_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows of a chi-square run never change, so their distributions are computed once."""
-    cache: dict[tuple[object, ...], Tensor] = {}
-
-    def cached(logits: Tensor, params: SamplingParams) -> Tensor:
-        key = (params, *logits.tolist())
-        if key not in cache:
-            cache[key] = target_distribution(logits, params)
-        return cache[key]
-
-    monkeypatch.setattr(accept, "target_distribution", cached)
+    cache_distributions(monkeypatch, accept)
 
 
 def counts_at_one_position(

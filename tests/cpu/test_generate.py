@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from scripted_backend import Draft, ScriptedBackend, one_hot_block, plain_greedy, walk
+from scripted_backend import Draft, ScriptedBackend, cache_distributions, one_hot_block, plain_greedy, walk
 
 from sgl_muse_mega.checkpoint import tiny
 from sgl_muse_mega.checkpoint.draft import load_draft
@@ -255,16 +255,7 @@ def joint_chi_square(
 
 @pytest.fixture
 def one_distribution_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache: dict[tuple[object, ...], torch.Tensor] = {}
-
-    def cached(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-        key = (params.temperature, params.top_p, params.top_k, params.min_p, *logits.tolist())
-        if key not in cache:
-            cache[key] = target_distribution(logits, params)
-        return cache[key]
-
-    monkeypatch.setattr(accept, "target_distribution", cached)
-    monkeypatch.setattr(step_loop, "target_distribution", cached)
+    cache_distributions(monkeypatch, accept, step_loop)
 
 
 @pytest.mark.usefixtures("one_distribution_per_row")

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from scripted_backend import ScriptedBackend, one_hot_block, plain_greedy
+from scripted_backend import ScriptedBackend, cache_distributions, one_hot_block, plain_greedy
 from small_models import small_draft, small_target
 from test_generate import joint_chi_square
 
@@ -159,16 +159,7 @@ def test_a_chain_learns_only_where_its_turn_came() -> None:
 
 @pytest.fixture
 def one_distribution_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache: dict[tuple[object, ...], torch.Tensor] = {}
-
-    def cached(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-        key = (params.temperature, params.top_p, params.top_k, params.min_p, *logits.tolist())
-        if key not in cache:
-            cache[key] = target_distribution(logits, params)
-        return cache[key]
-
-    for module in (accept, step_loop, tree):
-        monkeypatch.setattr(module, "target_distribution", cached)
+    cache_distributions(monkeypatch, accept, step_loop, tree)
 
 
 def small_vocabulary() -> TreeBackend:
