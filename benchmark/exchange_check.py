@@ -61,6 +61,22 @@ class Chain:
             self.case.step.launch_embed(rows)
             for index in range(arguments.layers):
                 self.case.step.launch_layer(index, rows)
+        stream = self.case.step.activations.stream[:rows].view(torch.int32)
+        self.expected, self.wrong = torch.zeros_like(stream), torch.zeros((), dtype=torch.int64, device=machine.device)
+        self.check = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.check):
+            self.wrong += (stream != self.expected).any()
+
+    def replay_checked(self) -> None:
+        """One replay, and a note on the device if its stream has other bits than `expected`."""
+        self.graph.replay()
+        self.check.replay()
+
+    def expect_last(self) -> None:
+        """From now on every replay is to give the bits of the last one."""
+        self.machine.synchronize()
+        self.expected.copy_(self.case.step.activations.stream[: self.rows].view(torch.int32))
+        self.wrong.zero_()
 
     def digest(self) -> str:
         """Bits of the stream after the chain."""
@@ -98,17 +114,22 @@ def measure(group: StoreGroup, mail: Mail, machine: CudaMachine, arguments: argp
                 group.gather(b"ready")
                 times[name].append(chain.us(arguments.repeats) / arguments.layers)
         joined.graph.replay()
-        digests = {joined.digest()}
+        joined.expect_last()
+        digests, begin = {joined.digest()}, time.monotonic()
         for block in range(arguments.replays // 100):
             for _ in range(100):
-                joined.graph.replay()
+                joined.replay_checked()
                 if pauses.random() < 0.02:
                     time.sleep(pauses.random() * 1e-3)
             digests.add(joined.digest())
             if block % 10 == 0:
                 group.gather(b"block")
+        seconds, wrong = time.monotonic() - begin, int(joined.wrong)
         everybody = {text.decode() for text in group.gather(",".join(sorted(digests)).encode())}
-        found["cases"].append({"rows": rows, "us": times, "equal": len(digests) == 1 and len(everybody) == 1})
+        found["cases"].append({
+            "rows": rows, "us": times, "replays": arguments.replays, "other_bits": wrong, "seconds": seconds,
+            "equal": wrong == 0 and len(digests) == 1 and len(everybody) == 1,
+        })  # fmt: skip
     return found
 
 
@@ -138,7 +159,7 @@ def work(rank: int, port: int, arguments: argparse.Namespace, answer: Connection
     """One rank's process."""
     try:
         torch.cuda.set_device(rank)
-        machine = CudaMachine(f"cuda:{rank}", deadline_seconds=arguments.deadline)
+        machine = CudaMachine(f"cuda:{rank}", deadline_seconds=arguments.deadline, defines=arguments.define)
         store = TCPStore("127.0.0.1", port, arguments.ranks, rank == 0)
         group = StoreGroup(store, rank, arguments.ranks)
         from cuda.bindings import driver  # after torch has made the context
@@ -188,7 +209,8 @@ def costs(arguments: argparse.Namespace) -> dict[str, Any]:
         equal = all(c["equal"] for c in cases)
         failed = failed or not equal
         exposed = (joined - alone) / EXCHANGES
-        print(f"{rows:4d}  {alone:18.1f}  {joined:10.1f}  {exposed:23.2f}  {'equal' if equal else 'DIFFER'}")
+        bits = f"equal in {arguments.replays} replays" if equal else "DIFFER"
+        print(f"{rows:4d}  {alone:18.1f}  {joined:10.1f}  {exposed:23.2f}  {bits}")
     return {"failed": failed, "ranks": answers}
 
 
@@ -226,6 +248,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--replays", type=int, default=2000, help="with random pauses of each rank's host")
     parser.add_argument("--failures", type=int, default=0, help="instead: so many ranks to kill or stop")
+    parser.add_argument(
+        "--define", action="append", default=[], help="macro for the kernels; RANDOM_DELAYS=2000: pauses in all CTAs, ns"
+    )
     parser.add_argument("--deadline", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)

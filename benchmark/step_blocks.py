@@ -3,8 +3,9 @@
 The reference gets the same context: the taps of the rows that the kernels committed. Two comparisons per block: the
 reference's head over the kernels' own last rows, which must choose the same candidates and the same path, and the whole
 reference draft. Scores are bf16, so candidates may change places where the reference's own scores tie or nearly tie;
-the bounds were set before the first run on a GPU. Rows behind the block size that the draft was trained with amplify
-every rounding, so there the kernels are judged by their distance to a float64 run, in units of the reference's own.
+the bounds were set before the first run on a GPU. Some blocks, and most rows behind the block size that the draft was
+trained with, amplify every rounding: there the kernels are judged by their distance to a float64 run, in units of the
+reference's own.
 """
 
 import statistics
@@ -86,7 +87,7 @@ class Comparison:
     same_path: int = 0
     same_ids: int = 0  # every slot has the same candidates, in any order
     near: int = 0  # different, and every difference is within the bounds
-    far: list[dict[str, Any]] = field(default_factory=list)
+    far: list[dict[str, Any]] = field(default_factory=list)  # "ratio": of its distances to float64, median over slots
 
     def add(self, shadow: Shadow, rows: Tensor, anchor: int, chosen: Tensor, tokens: Tensor, bound: float) -> Tensor:
         """chosen int64 [S, k] and tokens [S]: the kernels'; rows: what the reference's head starts from. Returns the
@@ -114,6 +115,10 @@ class Comparison:
         else:
             self.far.append({"anchor": anchor, "beyond_score_bound": misplaced, "path_gap": gap})
         return expected
+
+    def unexcused(self) -> int:
+        """Far blocks that are not as near to float64 as the reference's own."""
+        return sum(not block.get("ratio", float("inf")) < SLOT_BOUND for block in self.far)
 
     def record(self) -> dict[str, Any]:
         return {
@@ -180,10 +185,16 @@ def compare_text(pair: Pair, shadow: Shadow, blocks: Blocks, ids: list[int], tex
             own = activations.residual[:width].float()
             blocks.head.add(shadow, own, anchor, chosen, tokens, HEAD_BOUND)
             rows = shadow.block(shadow.draft, anchor, length, width)
-            if len(blocks.ratios) < EXACT_BLOCKS:
-                exact = shadow.block(shadow.exact, anchor, length, width)
-                blocks.ratios.append(shadow.distances(own, rows, exact))
+            far = len(blocks.draft.far)
             expected = blocks.draft.add(shadow, rows, anchor, chosen, tokens, DRAFT_BOUND)
+            unlike = blocks.draft.far[far:]
+            if unlike or len(blocks.ratios) < EXACT_BLOCKS:
+                exact = shadow.block(shadow.exact, anchor, length, width)
+                ratios = shadow.distances(own, rows, exact)
+                for block in unlike:
+                    block["ratio"] = statistics.median(ratios)
+                if len(blocks.ratios) < EXACT_BLOCKS:
+                    blocks.ratios.append(ratios)
             shadow.extend(decode.step.taps[: len(report.tokens)], length)
         following = text[done : done + width - 1]
         blocks.kept += _common(tokens.tolist(), following)

@@ -55,7 +55,7 @@ CHECKS: dict[str, tuple[int, str]] = {
     "deadline": (60, "python tests/gpu/missed_deadline.py"),
     "memcheck": (90, f"{SANITIZER} --tool memcheck python benchmark/sanitize.py"),
     "synccheck": (60, f"{SANITIZER} --tool synccheck python benchmark/sanitize.py"),
-    "racecheck": (90, f"{SANITIZER} --tool racecheck python benchmark/sanitize.py --define EVERY_LANE_ARRIVES"),
+    "racecheck": (200, f"{SANITIZER} --tool racecheck python benchmark/sanitize.py --define EVERY_LANE_ARRIVES"),
 }  # fmt: skip
 KEPT_LINES = 60  # at both ends
 
