@@ -5,7 +5,7 @@
 #                         [--rounds 1] [--timeout 600] [--port 30000] [-- options of bench_gsm8k.py]
 #   benchmark/serve_ab.sh --out DIR --model DIR --draft DIR --tp 4 [...]
 #
-# Without --model: random weights at Muse Spark's sizes, in folders that FOLDER/make_models.py writes from the shape
+# Without --model: random weights at Muse Spark's sizes, in folders that stock_models.py writes from the shape
 # "layers experts top-k heads kv-heads width"; the default is 14 layers with one rank of four on every GPU (--tp 1, 2 or
 # 4). The plugin runs on several GPUs only with SGLANG_MUSE_MEGA_EXPERIMENTAL_TP=1. --stock is the folder of SGLang's packages for machines without network; leave
 # it out where SGLang is installed and --model is given. --draft "" decodes without a draft. Servers listen on 127.0.0.1
@@ -68,8 +68,7 @@ python3 -c 'import pathlib, sys, serve_arms; serve_arms.install(pathlib.Path(sys
 questions=()
 common=(--tp "$tp")
 if [ -z "$model" ]; then
-    # shellcheck disable=SC2086
-    python3 "$stock/make_models.py" "$work/models" $shape >/dev/null
+    python3 "$here/stock_models.py" "$stock" "$work/models" "$shape"
     model=$work/models/target
     [ "$draft" != none ] || draft=$work/models/draft
     common+=(--random --width "${shape##* }")

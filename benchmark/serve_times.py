@@ -3,12 +3,11 @@
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import stock_models
 from serve_arms import Arm, common, speculative
 
 Say = Callable[[str], None]
@@ -31,8 +30,7 @@ def check(
 ) -> None:
     """Fills the record. Two servers at a time are on the GPU (up to 100 GB), and only one of them works."""
     models = work / "models"
-    command = [sys.executable, str(stock / "make_models.py"), str(models), *SHAPES[options.tp].split()]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    stock_models.make(stock, models, SHAPES[options.tp])
     plain = common(
         model_path=str(models / "target"), load_format="dummy", context_length=8192, max_running_requests=1,
         cuda_graph_bs_decode=[1], disable_radix_cache=True, chunked_prefill_size=2048, page_size=64,

@@ -33,7 +33,7 @@ def register() -> None:
             f"sgl-muse-mega cannot serve {ARCHITECTURE} because another plugin has taken it ({error}); uninstall one "
             f"of the two, or name the one to run in SGLANG_PLUGINS ({NAMES[1]} is ours)."
         ) from error
-    if os.environ.get("SGL_MUSE_MEGA_SERVING") == "1":
+    if os.environ.get("SGLANG_MUSE_MEGA_SERVING") == "1":
         # Set by the process that accepted --enable-nvidia-megakernel: this one may load the model's weights.
         from sgl_muse_mega.serving import scales
 

@@ -71,8 +71,11 @@ def find_host_compiler() -> Path | None:
 
 
 def cache_directory() -> Path:
-    """Folder for compiled kernels, which need not exist yet: SGL_MUSE_MEGA_CACHE, or ours in SGLang's."""
-    chosen = os.environ.get("SGL_MUSE_MEGA_CACHE")
+    """Folder for compiled kernels, which need not exist yet: SGL_MUSE_MEGA_CACHE, or ours in SGLang's.
+
+    SGLang copies every SGL_ variable to an SGLANG_ one and asks people to rename theirs, so that name counts, too.
+    """
+    chosen = os.environ.get("SGL_MUSE_MEGA_CACHE") or os.environ.get("SGLANG_MUSE_MEGA_CACHE")
     if chosen:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")

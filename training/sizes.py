@@ -42,8 +42,9 @@ TARGET = TargetConfig(
             "*mlp.gate",
             "*mlp.pre_expert_proj",
             "*mlp.post_expert_proj",
-            "*layers.0.mlp.experts*",
-            f"*layers.{LAYERS - 1}.mlp.experts*",
+            # Whole names: SGLang 0.5.23 knows no wildcards in the question whether a layer's experts are NVFP4.
+            "model.language_model.layers.0.mlp.experts",
+            f"model.language_model.layers.{LAYERS - 1}.mlp.experts",
             "*vision_*",
             "*audio_tower*",
         ),

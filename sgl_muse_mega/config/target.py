@@ -33,11 +33,17 @@ class QuantizationConfig(Validated):
     exclude: tuple[str, ...]
 
     def quantises(self, module: str) -> bool:
-        """Whether `module` (full dotted name) is quantised: no exclude pattern matches it, a part of it, or its name
-        without the wrapper's prefix."""
+        """Whether `module` (full dotted name) is quantised: no entry of the exclude list names it, as a pattern or as
+        the path of a module round it or inside it, with or without the wrapper's prefix, nor matches one of its parts.
+        """
         names = {module, module.removeprefix("model."), module.removeprefix("model.language_model.")}
+        paths = {f"{name}." for name in names}
         names.update(module.split("."))
-        return not any(fnmatchcase(name, pattern) for pattern in self.exclude for name in names)
+        return not any(
+            any(fnmatchcase(name, entry) for name in names)
+            or any(path.startswith(f"{entry}.") or entry.startswith(path) for path in paths)
+            for entry in self.exclude
+        )
 
 
 class TargetConfig(Validated):

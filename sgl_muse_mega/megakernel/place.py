@@ -28,6 +28,12 @@ class Place:
         """Returns when all ranks are here, so that who is late to start is not taken for dead by kernels that wait."""
         self.group.gather(b"here")
 
+    def first_problem(self, problem: str | None) -> str | None:
+        """What the first rank that has a problem says, on all of them; None when none has. All ranks call it
+        together."""
+        told = self.group.gather((problem or "").encode())
+        return next((f"rank {rank}: {text.decode()}" for rank, text in enumerate(told) if text), None)
+
     def join(self, part: Tensor) -> Tensor:
         """The ranks' parts one after the other along the first dimension, on the CPU; all ranks call it together."""
         own = part.detach().cpu().contiguous()

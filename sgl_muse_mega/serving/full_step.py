@@ -72,19 +72,23 @@ class FullStep:
         request.copy_(words.pin_memory() if request.is_cuda else words, non_blocking=True)
 
     def capture(self) -> None:
-        """Captures both graphs; on a machine without graphs the launches are made anew every time."""
-        parts = (self._prepare, self._run)
-        if self._decode.step.machine.device.type != "cuda":
-            self._replays = list(parts)
-            return
+        """Captures both graphs; on a machine without graphs the launches are made anew every time.
+
+        Each part runs once before, for allocations and lazy initialisation: as a step of nobody, behind no context,
+        whose rows go to slot 0.
+        """
         with torch.inference_mode():  # as SGLang's forwards, which may have made some of the tensors
-            for part in parts:
-                part()  # allocations and lazy initialisation, outside the graph; slot 0 takes the rows
+            for part in (self._prepare, self._run):
+                part()
+                if self._decode.step.machine.device.type != "cuda":
+                    self._replays.append(part)
+                    continue
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
                     part()
                 self._replays.append(graph.replay)
+            self._decode.take(self._plan)  # nothing is learnt from nobody
 
     def __call__(
         self, row: Tensor, length: Tensor, anchor: Tensor, tables_read: Callable[[], None] = lambda: None

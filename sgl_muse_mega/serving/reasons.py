@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from sgl_muse_mega import toolchain
-from sgl_muse_mega.config import TargetConfig, load_target_config
+from sgl_muse_mega.config import TargetConfig, check_pair, load_target_config
 from sgl_muse_mega.errors import UserError
+from sgl_muse_mega.megakernel.backend import ROW_CAPS
+from sgl_muse_mega.megakernel.draft_instance import DraftInstance, TargetEnds
 from sgl_muse_mega.megakernel.instance import MAX_ROWS, Instance
 from sgl_muse_mega.serving import switches, tables
-from sgl_muse_mega.serving.model_config import target_config
+from sgl_muse_mega.serving.model_config import draft_of_arguments, target_config
 from sgl_muse_mega.serving.ranks import place
 from sgl_muse_mega.speculative.width import read_cost_table
 
@@ -43,6 +45,7 @@ def config_disable_reasons(cfg: Any, hf_config: Any) -> list[str]:
             _graphs,
             _outputs,
             _step,
+            _draft,
             _rows,
         )
         for reason in check(cfg, hf_config)
@@ -280,6 +283,29 @@ def _step(cfg: Any, hf_config: Any) -> Iterator[str]:
     if cfg.speculative_draft_model_quantization not in (None, "unquant", "modelopt_fp4"):
         quantization = cfg.speculative_draft_model_quantization
         yield f"{switches.STEP}=full reads a BF16 draft and this one is to be {quantization!r}; use a BF16 draft"
+
+
+def _draft(cfg: Any, hf_config: Any) -> Iterator[str]:
+    """Whether the kernels can be built for the whole step's draft, by its configuration."""
+    if switches.step() != "full" or cfg.speculative_algorithm != "DFLASH":
+        return
+    if next(_model(cfg, hf_config), None) or next(_speculation(cfg, hf_config), None):
+        return
+    target = target_config(hf_config)
+    try:
+        draft = draft_of_arguments(cfg, hf_config)
+        check_pair(target, draft)
+        DraftInstance.for_config(
+            draft,
+            TargetEnds.of(target),
+            row_cap=next(cap for cap in ROW_CAPS if int(cfg.speculative_num_draft_tokens) <= cap),
+            sms=_HOPPER_SMS,
+            ranks=cfg.tp_size,
+        )
+    except UserError as error:
+        yield f"{_clause(error)}; use another draft, or {switches.STEP}=target"
+    except (OSError, ValueError):
+        return  # SGLang cannot read it either, and says so
 
 
 def _rows(cfg: Any, hf_config: Any) -> Iterator[str]:

@@ -2,11 +2,15 @@
 
 import hashlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
+from sgl_muse_mega.checkpoint.weights import DraftWeights
+from sgl_muse_mega.config import DraftConfig
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.accept_step import AcceptStep
 from sgl_muse_mega.megakernel.decode_step import DecodeStep
@@ -15,6 +19,7 @@ from sgl_muse_mega.megakernel.draft_scratch import DecodeState
 from sgl_muse_mega.megakernel.draft_step import DraftStep
 from sgl_muse_mega.megakernel.draft_weights import prepare_draft
 from sgl_muse_mega.megakernel.mailbox import NoMail
+from sgl_muse_mega.megakernel.place import Place
 from sgl_muse_mega.serving import hooks, switches
 from sgl_muse_mega.serving.draft import draft_weights
 from sgl_muse_mega.serving.full_step import FullStep
@@ -27,6 +32,8 @@ from sgl_muse_mega.speculative.width import COMPOSED_COST, interpolated, read_co
 
 logger = logging.getLogger(__name__)
 
+Made = TypeVar("Made")
+
 
 def install(built: TargetMegakernel) -> None:
     """Wraps the worker's class before SGLang makes its worker; the step is built once SGLang's own graphs are."""
@@ -36,8 +43,15 @@ def install(built: TargetMegakernel) -> None:
     def graphs(original: Any, worker: Any) -> None:
         original(worker)
         before = torch.cuda.memory_allocated()
-        steps.append(build_step(built, worker))
+        problem = None
+        try:
+            steps.append(build_step(built, worker))
+        except UserError as error:  # the server is half up and serves without: the target's forward is in the kernels
+            problem = str(error)
         torch.cuda.empty_cache()  # SGLang sizes the KV cache next, by what is free
+        if problem is not None:
+            logger.warning("Muse megakernel: no step runs whole, as SGLANG_MUSE_MEGA_STEP=target. %s", problem)
+            return
         used = (torch.cuda.memory_allocated() - before) / 2**20
         logger.info("Muse megakernel: %.0f MiB for the whole step: the draft and the head in the kernels' order.", used)
         logger.info(
@@ -63,32 +77,65 @@ def install(built: TargetMegakernel) -> None:
 
 
 def build_step(built: TargetMegakernel, worker: Any) -> FullStep:
-    """Over the caches of SGLang's two pools. Raises UserError when the draft is not one that the kernels can run."""
-    step, target, draft_runner = built.step, worker.target_worker.model_runner, worker.draft_model_runner
+    """Over the caches of SGLang's two pools. Raises UserError, on every rank when there is a reason on any, when the
+    draft is not one that the kernels can run, they cannot be compiled, or the memory does not suffice."""
+    config, weights = _together(built.place, lambda: served_draft(built, worker))
+    mask = built.place.vocabulary_row(built.step.weights.embedding, config.mask_token_id) if built.place else None
+    full = _together(built.place, lambda: assemble(built, worker, config, weights, mask))
+    if built.place:
+        built.place.meet()  # the first steps run as they are captured, and a rank may have compiled the kernels before
+    full.capture()
+    return full
+
+
+def _together(place: Place | None, make: Callable[[], Made]) -> Made:
+    """What `make` makes. Raises UserError on all ranks when it raises one on any, so that all go on alike."""
+    made, problem = None, None
+    try:
+        made = make()
+    except UserError as error:
+        problem = str(error)
+    except torch.OutOfMemoryError as error:
+        problem = f"The GPU's memory does not suffice for it ({str(error).splitlines()[0]}); give SGLang less."
+    if place:
+        problem = place.first_problem(problem)
+    if problem is not None:
+        raise UserError(problem)
+    return cast(Made, made)
+
+
+def served_draft(built: TargetMegakernel, worker: Any) -> tuple[DraftConfig, DraftWeights]:
+    """The draft that SGLang has loaded. Raises UserError when it is not one that the kernels can run."""
+    target, draft_runner = worker.target_worker.model_runner, worker.draft_model_runner
     built.bind(target.token_to_kv_pool)
-    config = draft_config(draft_runner.model_config.hf_config, layers_to_capture=step.taps_after)
+    config = draft_config(draft_runner.model_config.hf_config, layers_to_capture=built.step.taps_after)
     if worker._noise_embed_scale != 1.0:
         raise UserError(
             f"The target scales the draft's embedding by {worker._noise_embed_scale}, which the kernels do not; "
             "set SGLANG_MUSE_MEGA_STEP=target."
         )
-    place = built.place
-    mail = place.mail if place else NoMail()
+    mail = built.place.mail if built.place else NoMail()
     try:
-        weights = draft_weights(worker.draft_model, mail.rank, mail.ranks)
+        return config, draft_weights(worker.draft_model, mail.rank, mail.ranks)
     except AttributeError as error:
         raise UserError(
             f"The draft is not a DFlash2 draft as SGLang 0.5.23 builds it ({error}); set SGLANG_MUSE_MEGA_STEP=target."
         ) from error
+
+
+def assemble(
+    built: TargetMegakernel, worker: Any, config: DraftConfig, weights: DraftWeights, mask: Tensor | None
+) -> FullStep:
+    """The parts of a step, compiled and bound. mask: as in `prepare_draft`."""
+    step, target, pool = built.step, worker.target_worker.model_runner, worker.draft_model_runner.token_to_kv_pool
+    mail = built.place.mail if built.place else NoMail()
     held = step.weights
-    mask = place.vocabulary_row(held.embedding, config.mask_token_id) if place else None
     kernel_draft = prepare_draft(config, weights, held.embedding, held.lm_head, mask)
     state = DecodeState.allocate(step.instance.row_cap, step.machine.device)
     draft = DraftStep(
         config, kernel_draft, step.machine, step.inputs, step.taps, state, target=TargetEnds.of(step.config),
         mail=mail, progress=logger.info,
     )  # fmt: skip
-    pool = draft_runner.token_to_kv_pool
     draft.use_caches([(pool.get_key_buffer(i), pool.get_value_buffer(i)) for i in range(config.num_hidden_layers)])
     accept = AcceptStep(
         step.machine, step.inputs, step.activations.logits, step.activations.greedy_ids, state, draft.activations,
@@ -96,17 +143,13 @@ def build_step(built: TargetMegakernel, worker: Any) -> FullStep:
         greedy_logits=step.activations.greedy_logits,
     )  # fmt: skip
     accept.use_caches(built.caches, [step.config.is_full(index) for index in range(len(built.caches))])
-    full = FullStep(
+    return FullStep(
         DecodeStep(step, draft, accept, state),
         width=built.rows,
         plan=row_plan(built.rows),
         req_to_token=target.req_to_token_pool.req_to_token,
         full_to_sliding=getattr(target.token_to_kv_pool, "full_to_swa_index_mapping", None),
     )
-    if place:
-        place.meet()  # the first steps run as they are captured, and a rank may have compiled the kernels before
-    full.capture()
-    return full
 
 
 def row_plan(width: int) -> RowPlan:

@@ -115,6 +115,22 @@ def test_quantisation_comes_from_either_file(tmp_path: Path) -> None:
     assert [layer for layer in range(62) if not config.nvfp4_experts(layer)] == [3]
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "model.language_model.layers.3.mlp.experts",  # as published exports name it, and as SGLang needs it
+        "layers.3.mlp.experts",
+        "model.language_model.layers.3.mlp",
+        "model.language_model.layers.3.mlp.experts.gate_up_proj",
+        "*layers.3.mlp.experts*",
+    ],
+)
+def test_ways_to_exclude_the_experts_of_a_layer(tmp_path: Path, entry: str) -> None:
+    quantization = {**QUANTIZATION, "ignore": ["lm_head", "model.language_model.layers.2.mlp.gate", entry]}
+    config = load_target_config(write_target(tmp_path, TEXT, quantization_config=quantization))
+    assert [layer for layer in range(62) if not config.nvfp4_experts(layer)] == [3]
+
+
 def test_stop_ids_join_both_files(tmp_path: Path) -> None:
     write_target(tmp_path, TEXT)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [200001, 200008]}', encoding="utf-8")

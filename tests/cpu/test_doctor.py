@@ -27,7 +27,7 @@ def program(path: Path, output: str) -> Path:
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with nothing on PATH, no CUDA variables and its own cache folder."""
-    for name in ("CUDA_HOME", "CXX", "SGL_MUSE_MEGA_CACHE", "CUDA_VISIBLE_DEVICES"):
+    for name in ("CUDA_HOME", "CXX", "SGL_MUSE_MEGA_CACHE", "SGLANG_MUSE_MEGA_CACHE", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -155,6 +155,10 @@ def test_cache_folder(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not (bare / "cache").exists()
     monkeypatch.setenv("SGL_MUSE_MEGA_CACHE", str(bare))
     assert checked("cache folder").found == str(bare)
+    monkeypatch.setenv("SGLANG_MUSE_MEGA_CACHE", str(bare / "renamed"))  # as SGLang asks for
+    assert checked("cache folder").found == str(bare)
+    monkeypatch.delenv("SGL_MUSE_MEGA_CACHE")
+    assert checked("cache folder").found == f"{bare}/renamed, not made yet"
     (bare / "file").touch()
     monkeypatch.setenv("SGL_MUSE_MEGA_CACHE", str(bare / "file" / "below"))
     assert not checked("cache folder").ok

@@ -95,6 +95,8 @@ def test_a_place_joins_parts_of_one_rank() -> None:
     table = torch.arange(12, dtype=torch.bfloat16).view(4, 3)
     assert torch.equal(place.join(table), table)
     assert torch.equal(place.vocabulary_row(table, 2), table[2])
+    assert place.first_problem(None) is None
+    assert place.first_problem("no memory") == "rank 0: no memory"
 
 
 def test_a_vocabulary_that_does_not_divide_is_refused() -> None:

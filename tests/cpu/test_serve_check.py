@@ -1,5 +1,6 @@
 """What the GPU check of the plugin concludes from texts, and the random weights it gives to servers."""
 
+import json
 import math
 import random
 import sys
@@ -15,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))
 import serve_cases
 import serve_texts
 import serve_weights
+import stock_models
 
 
 class Stock:
@@ -228,7 +230,7 @@ def test_servers_of_the_parts(
     assert ("plugin-t1" in [name for name, *_ in started]) is ("t1" in arms)
     assert all(a["tp_size"] == a["ep_size"] == ranks for _, a, _ in started)
     started.clear()
-    monkeypatch.setattr(serve_times.subprocess, "run", lambda command, **_: None)
+    monkeypatch.setattr(stock_models, "make", lambda *_: None)
     timed: dict[str, Any] = {"failed": []}
     serve_times.check(Servers(), tmp_path, tmp_path, options, timed, lambda _text: None)  # type: ignore[arg-type]
     assert timed["failed"] == []
@@ -236,3 +238,23 @@ def test_servers_of_the_parts(
     assert timed["ratio"]["t1"] == [2.0, 2.0]
     if ranks == 1:
         assert timed["ratio"]["w8.full.without_attention"] == [1.5, 1.5]
+
+
+def test_models_of_both_servers(tmp_path: Path) -> None:
+    """The rival's folders, with a draft that the kernels can take: taps before the last layer, a block in both
+    directions."""
+    program = """
+import json, pathlib, sys
+out, layers = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+assert len(sys.argv) == 8
+(out / "draft").mkdir(parents=True)
+nested = {"target_layer_ids": [0, layers - 1], "block_size": 8}
+(out / "draft" / "config.json").write_text(json.dumps({"hidden_size": 64, "dflash_config": nested}))
+"""
+    (tmp_path / "make_models.py").write_text(program)
+    stock_models.make(tmp_path, tmp_path / "models", "14 64 2 32 4 8")
+    draft = json.loads((tmp_path / "models" / "draft" / "config.json").read_text())
+    nested = {"target_layer_ids": [0, 3, 6, 9, 12], "block_size": 8}
+    assert draft == {"hidden_size": 64, "is_causal": False, "dflash_config": nested}
+    assert [stock_models.taps(layers)[-1] for layers in (6, 14, 62)] == [4, 12, 60]
+    assert len(set(stock_models.taps(6))) == 5

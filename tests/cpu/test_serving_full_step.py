@@ -99,9 +99,9 @@ def test_text_of_a_request(seed: int, params: SamplingParams, plan: RowPlan) -> 
     full = FullStep(
         decode, width=WIDTH, req_to_token=server.req_to_token, full_to_sliding=server.full_to_sliding, plan=plan
     )
-    full.capture()
-    full.use(params)
     decode.declare(caches)
+    full.capture()  # runs a step of nobody
+    full.use(params)
 
     # The prompt, as the server's own prefill would leave it.
     slots = server.req_to_token[2]

@@ -1,5 +1,6 @@
 """SGLang's real argument resolution with the flag: what it accepts, and that every refusal reaches the user."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -312,6 +313,39 @@ def test_the_whole_step_asks_for_more(resolved: tuple[Any, Any], monkeypatch: py
         found = reasons.config_disable_reasons(Changed(accepted, **changes), hf_config)
         assert len(found) == 1
         assert part in found[0]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_drafts_of_the_whole_step(resolved: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the kernels cannot take of a draft is said before anything loads, and asked only where they would run it."""
+    cfg, hf_config = resolved
+    written: dict[str, Any] = json.loads((tiny.draft_directory() / "config.json").read_text())
+
+    def found(**changes: Any) -> list[str]:
+        nested = {name: value for name, value in changes.items() if name in written["dflash_config"]}
+        other = {name: value for name, value in changes.items() if name not in nested}
+        content = written | other | {"dflash_config": written["dflash_config"] | nested}
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))  # SGLang remembers what it has read
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(content))
+        served = Changed(cfg, speculative_draft_kv_cache_dtype="bfloat16", speculative_draft_model_path=str(folder))
+        return reasons.config_disable_reasons(served, hf_config)
+
+    behind_the_last = {"target_layer_ids": [0, 1, 2, 3, 5]}
+    assert found(**behind_the_last) == []  # the target's forward alone
+    monkeypatch.setenv(switches.STEP, "full")
+    assert found() == []
+    for changes, part in (
+        (behind_the_last, "target_layer_ids is [0, 1, 2, 3, 5], expected layers before the last"),
+        ({"head_dim": 64}, "head_dim is 64"),
+        ({"vocab_size": 2048}, "vocab_size is 2048 in the draft, expected the target's 1024"),
+        ({"mask_token_id": None}, "mask_token_id is missing"),
+    ):
+        (reason,) = found(**changes)
+        assert part in reason
+        assert reason.endswith("; use another draft, or SGLANG_MUSE_MEGA_STEP=target")
+    missing = Changed(cfg, speculative_draft_kv_cache_dtype="bfloat16", speculative_draft_model_path=str(tmp_path))
+    assert reasons.config_disable_reasons(missing, hf_config) == []  # SGLang says so itself
 
 
 @pytest.mark.usefixtures("hopper")

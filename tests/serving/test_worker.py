@@ -179,6 +179,8 @@ def test_the_bundled_draft(plugins: None) -> None:
     ours = load_draft_config(tiny.draft_directory())
     served_config = get_config(str(tiny.draft_directory()), trust_remote_code=False)
     assert draft_config(served_config, layers_to_capture=ours.target_layer_ids) == ours
+    served_config.is_causal = None  # SGLang's sliding layers are causal then
+    assert draft_config(served_config, layers_to_capture=ours.target_layer_ids).is_causal
     served_config.dflash_config["conv_kernel_size"] = 3
     with pytest.raises(UserError, match="conv_kernel_size is 3"):
         draft_config(served_config, layers_to_capture=ours.target_layer_ids)
@@ -238,6 +240,54 @@ def test_a_step_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
         worker.build_step(built, made)
 
 
+def test_ranks_go_on_alike() -> None:
+    """What one rank cannot build no rank uses, and a rank says whose problem it is."""
+    asked: list[str | None] = []
+
+    def other_rank(problem: str | None) -> str | None:
+        asked.append(problem)
+        return problem or "rank 1: no memory"
+
+    place: Any = SimpleNamespace(first_problem=other_rank)
+    with pytest.raises(UserError, match="rank 1: no memory"):
+        worker._together(place, lambda: "a step")
+
+    def full() -> str:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nMore about it")
+
+    with pytest.raises(UserError, match=r"memory does not suffice for it \(CUDA out of memory\.\); give SGLang less"):
+        worker._together(place, full)
+    assert asked[0] is None
+    assert "memory does not suffice" in str(asked[1])
+    assert worker._together(None, lambda: "a step") == "a step"
+
+
+def test_a_server_without_whole_steps_still_serves(
+    served: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+
+    def refuse(*_: Any) -> None:
+        raise UserError("The draft has 40 layers.")
+
+    stock: list[Any] = []
+    monkeypatch.setattr(DFlashWorkerV2, "init_cuda_graphs", lambda self: stock.append("graphs"))
+    monkeypatch.setattr(
+        DFlashWorkerV2, "forward_batch_generation", lambda self, batch, on_publish=None, *a, **k: stock.append(batch)
+    )
+    monkeypatch.setattr(worker, "build_step", refuse)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+    worker.install(SimpleNamespace(coverage=Coverage()))  # type: ignore[arg-type]
+    served.init_cuda_graphs()
+    mine = batch()
+    served.forward_batch_generation(mine)
+    assert stock == ["graphs", mine]
+    said = "Muse megakernel: no step runs whole, as SGLANG_MUSE_MEGA_STEP=target. The draft has 40 layers."
+    assert [record.message for record in caplog.records] == [said]
+    for target in (hooks.GRAPHS, hooks.STEP):
+        hooks.unwrap(target)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_how_a_step_is_put_together(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With several ranks all parts get the rank's mail, the mask's row comes from who has it, and ranks meet before
@@ -250,7 +300,7 @@ def test_how_a_step_is_put_together(ranks: int, monkeypatch: pytest.MonkeyPatch)
 
     Mail.ranks = ranks  # type: ignore[attr-defined]
     place = SimpleNamespace(
-        mail=Mail, meet=lambda: events.append("met"),
+        mail=Mail, meet=lambda: events.append("met"), first_problem=lambda problem: problem,
         vocabulary_row=lambda table, token: events.append((table, token)) or "the mask's row",
     )  # fmt: skip
 
