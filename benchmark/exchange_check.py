@@ -249,7 +249,10 @@ def main() -> int:
     parser.add_argument("--replays", type=int, default=2000, help="with random pauses of each rank's host")
     parser.add_argument("--failures", type=int, default=0, help="instead: so many ranks to kill or stop")
     parser.add_argument(
-        "--define", action="append", default=[], help="macro for the kernels; RANDOM_DELAYS=2000: pauses in all CTAs, ns"
+        "--define",
+        action="append",
+        default=[],
+        help="macro for the kernels; RANDOM_DELAYS=2000: pauses in all CTAs, ns",
     )
     parser.add_argument("--deadline", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=1)

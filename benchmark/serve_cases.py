@@ -1,9 +1,9 @@
 """The field reports' cases that need more than texts side by side: T01, T07, T09's session, T12 (serve_texts.py has the
 others). Each is one function from servers to outcomes; a note that begins with "!" fails its case."""
 
-import itertools
 import math
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import serve_texts
@@ -140,13 +140,9 @@ def aborts(texts: Texts, stock: Arm, arms: list[Arm], count: int = 30, seed: int
     return outcomes
 
 
-def run(texts: Texts, stock: Arm, arms: list[Arm], draws: int) -> list[Outcome]:
-    """All of them."""
-    return list(
-        itertools.chain(
-            other_texts(texts, stock, arms),
-            two_tokens(texts, stock, arms, draws),
-            session(texts, stock, arms),
-            aborts(texts, stock, arms),
-        )
-    )
+def run(texts: Texts, stock: Arm, arms: list[Arm], draws: int) -> Iterator[Outcome]:
+    """All of them, one after the other as they are asked for."""
+    yield from other_texts(texts, stock, arms)
+    yield from two_tokens(texts, stock, arms, draws)
+    yield from session(texts, stock, arms)
+    yield from aborts(texts, stock, arms)

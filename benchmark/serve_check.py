@@ -47,31 +47,28 @@ def check_texts(servers: Servers, options: argparse.Namespace, record: dict[str,
     if stock.name in record["failed"]:
         return
     up = [arm for arm in arms if arm.name not in record["failed"]]
-    record |= serve_texts.run(texts, stock, up, say)
-    for outcome in serve_cases.run(texts, stock, up, options.draws):
-        note(outcome, record)
-    if single and not {arm.name for arm in single} & set(record["failed"]):
-        answers = [texts.answer_all(arm) for arm in single]
-        note(serve_texts.compare("texts, T = 1", single[0], single[1], texts.prompts, *answers), record)
-        for arm in (stock, *up):  # T01: speculation changes no text; what stock's own changes is said beside it
-            ours = texts.answer_all(arm)
-            found = serve_texts.compare("T01 no speculation", single[0], arm, texts.prompts, answers[0], ours)
-            if arm is stock:
-                say(found.line())
-            else:
-                note(found, record)
+    serve_texts.run(texts, stock, up, record, say)
     lengths = record["accept_length"]
     for name in (arm.name for arm in up):
         change = lengths[name] / lengths["stock"] - 1
         record["outcomes"].append({"case": "accept length", "arm": name, "passed": abs(change) <= 0.03})
         say(f"{'ok  ' if abs(change) <= 0.03 else 'FAIL'} accept length {name}: {lengths[name]:.3f}, {change:+.2%}")
     say(f"accept length of stock {lengths['stock']:.3f}; exact answers {record['exact']}")
+    for outcome in serve_cases.run(texts, stock, up, options.draws):
+        serve_texts.note(outcome, record, say)
+    if single and not {arm.name for arm in single} & set(record["failed"]):
+        answers = [texts.answer_all(arm) for arm in single]
+        found = serve_texts.compare("texts, T = 1", single[0], single[1], texts.prompts, *answers)
+        serve_texts.note(found, record, say)
+        for arm in (stock, *up):  # T01: speculation changes no text; what stock's own changes is said beside it
+            ours = texts.answer_all(arm)
+            found = serve_texts.compare("T01 no speculation", single[0], arm, texts.prompts, answers[0], ours)
+            if arm is stock:
+                say(found.line())
+            else:
+                serve_texts.note(found, record, say)
+    serve_texts.sampled(texts, stock, up, record, say)
     record["failed"] += [f"{o['case']} ({o['arm']})" for o in record["outcomes"] if not o["passed"]]
-
-
-def note(outcome: serve_texts.Outcome, record: dict[str, Any]) -> None:
-    say(outcome.line())
-    record["outcomes"].append(vars(outcome) | {"passed": outcome.passed})
 
 
 def wait(arm: Arm, timeout: float, record: dict[str, Any]) -> None:

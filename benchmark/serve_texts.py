@@ -128,20 +128,18 @@ def _gap(stock: Arm, context: list[int], candidates: tuple[int, int]) -> float:
     return abs(first - second) if candidates[1] in scores else NEVER
 
 
-def sampled(
-    texts: Texts, stock: Arm, others: list[Arm], record: dict[str, Any], say: Callable[[str], None]
-) -> list[Outcome]:
+def sampled(texts: Texts, stock: Arm, others: list[Arm], record: dict[str, Any], say: Callable[[str], None]) -> None:
     """Texts at temperature 0.8: other tokens, but as many per verify step and as many right answers, within chance."""
     every = [texts.sampling(temperature=0.8, top_p=0.95)] * len(texts.prompts)
     found = {arm.name: arm.ask("generate", prompts=texts.prompts, sampling=every) for arm in (stock, *others)}
     record["sampled"] = {name: (accept_length(out), texts.exact(out)) for name, out in found.items()}
     say(f"temperature 0.8 (accept length, exact answers): {record['sampled']}")
-    outcomes, (length, exact) = [], record["sampled"][stock.name]
+    length, exact = record["sampled"][stock.name]
     for arm in others:
         ours = record["sampled"][arm.name]
         near = abs(ours[0] - length) <= 0.1 * length and abs(ours[1] - exact) <= 0.1
-        outcomes.append(Outcome("temperature 0.8", arm.name, 0, 0, note="" if near else "! not as stock's"))
-    return outcomes
+        outcome = Outcome("temperature 0.8", arm.name, 0, 0, note="" if near else "! not as stock's")
+        note(outcome, record, say)
 
 
 def min_p(texts: Texts, stock: Arm, arm: Arm, greedy: list[dict[str, Any]]) -> Outcome:
@@ -158,18 +156,23 @@ def accept_length(outputs: list[dict[str, Any]]) -> float:
     return sum(o["completion_tokens"] for o in outputs) / verified if verified else 0.0
 
 
-def run(texts: Texts, stock: Arm, others: list[Arm], say: Callable[[str], None]) -> dict[str, Any]:
-    """All comparisons of `others` with `stock`, which speculate alike."""
-    outcomes: list[Outcome] = []
+def note(outcome: Outcome, record: dict[str, Any], say: Callable[[str], None]) -> None:
+    """At once, so that a server that ends later takes nothing with it."""
+    say(outcome.line())
+    record["outcomes"].append(vars(outcome) | {"passed": outcome.passed})
+
+
+def run(texts: Texts, stock: Arm, others: list[Arm], record: dict[str, Any], say: Callable[[str], None]) -> None:
+    """All greedy comparisons of `others` with `stock`, which speculate alike; fills the record as it goes."""
+    record |= {"accept_length": {}, "exact": {}, "outcomes": []}
     first = {arm.name: texts.answer_all(arm) for arm in (stock, *others)}
-    record: dict[str, Any] = {"accept_length": {}, "exact": {}}
     for arm in (stock, *others):
         record["accept_length"][arm.name] = accept_length(first[arm.name])
         record["exact"][arm.name] = texts.exact(first[arm.name])
     again = texts.answer_all(stock)
-    outcomes.append(compare("texts", stock, stock, texts.prompts, first[stock.name], again))
+    note(compare("texts", stock, stock, texts.prompts, first[stock.name], again), record, say)
     for arm in others:
-        outcomes.append(compare("texts", stock, arm, texts.prompts, first[stock.name], first[arm.name]))
+        note(compare("texts", stock, arm, texts.prompts, first[stock.name], first[arm.name]), record, say)
     for name, prompts, sampling, plain in texts.cases(first[stock.name]):
         theirs = stock.ask("generate", prompts=prompts, sampling=sampling)
         for arm in others:
@@ -182,17 +185,12 @@ def run(texts: Texts, stock: Arm, others: list[Arm], say: Callable[[str], None])
                 banned = [int(next(iter(s["logit_bias"]))) for s in sampling]
                 if any(token in o["ids"] for token, o in zip(banned, ours, strict=True)):
                     outcome.note = "! a banned token appears"
-            outcomes.append(outcome)
+            note(outcome, record, say)
     many = texts.prompts[:24]
     for arm in others:
         if arm.name == "full":  # SGLang's own DFLASH step does not know min-p
-            outcomes.append(min_p(texts, stock, arm, first[stock.name]))
+            note(min_p(texts, stock, arm, first[stock.name]), record, say)
         together = arm.ask("generate", prompts=many, sampling=[texts.sampling()] * len(many), together=True)
-        outcomes.append(compare("T13 four at once", stock, arm, many, first[stock.name][: len(many)], together))
+        note(compare("T13 four at once", stock, arm, many, first[stock.name][: len(many)], together), record, say)
         scored = arm.ask("generate", prompts=many, sampling=[texts.sampling()] * len(many), top_logprobs=2)
-        outcomes.append(compare("log-probabilities", stock, arm, many, first[stock.name][: len(many)], scored))
-    outcomes += sampled(texts, stock, others, record, say)
-    for outcome in outcomes:
-        say(outcome.line())
-    record["outcomes"] = [vars(outcome) | {"passed": outcome.passed} for outcome in outcomes]
-    return record
+        note(compare("log-probabilities", stock, arm, many, first[stock.name][: len(many)], scored), record, say)

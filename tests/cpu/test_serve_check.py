@@ -171,7 +171,7 @@ class Server:
 def test_cases_that_need_more_than_texts() -> None:
     texts, stock = serve_texts.Texts(5), Server("stock")
     arms = [Server(name, name) for name in ("good", "abort", "cache", "temperature", "support")]  # type: ignore[arg-type]
-    found = serve_cases.run(texts, stock, arms, draws=400)  # type: ignore[arg-type]
+    found = list(serve_cases.run(texts, stock, arms, draws=400))  # type: ignore[arg-type]
     failed = {(o.case.split(" ")[0], o.arm) for o in found if not o.passed}
     assert failed == {("T12", "abort"), ("T09", "cache"), ("T07", "temperature"), ("T07", "support")}
     assert len(found) == 4 * len(arms)
@@ -185,7 +185,11 @@ def test_few_draws_of_a_context_are_not_judged() -> None:
 def test_the_whole_comparison() -> None:
     said: list[str] = []
     stock = Server("stock")
-    record = serve_texts.run(serve_texts.Texts(30), stock, [Server("good"), Server("bad", "bias")], said.append)  # type: ignore[arg-type, list-item]
+    texts, arms = serve_texts.Texts(30), [Server("good"), Server("bad", "bias")]
+    record: dict[str, Any] = {}
+    serve_texts.run(texts, stock, arms, record, said.append)  # type: ignore[arg-type]
+    assert len(said) == len(record["outcomes"])
+    serve_texts.sampled(texts, stock, arms, record, said.append)  # type: ignore[arg-type]
     failed = {(o["case"], o["arm"]) for o in record["outcomes"] if not o["passed"]}
     assert failed == {("T04 bias -100", "bad")}
     assert record["accept_length"] == {"stock": 6.0, "good": 6.0, "bad": 6.0}
