@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import statistics
 import sys
 import time
@@ -23,8 +22,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import rank_workers
 import torch
-from torch.distributed import TCPStore
 
 from sgl_muse_mega import results
 from sgl_muse_mega.config import TargetConfig
@@ -160,8 +159,7 @@ def work(rank: int, port: int, arguments: argparse.Namespace, answer: Connection
     try:
         torch.cuda.set_device(rank)
         machine = CudaMachine(f"cuda:{rank}", deadline_seconds=arguments.deadline, defines=arguments.define)
-        store = TCPStore("127.0.0.1", port, arguments.ranks, rank == 0)
-        group = StoreGroup(store, rank, arguments.ranks)
+        group = StoreGroup(rank_workers.client(port), rank, arguments.ranks)
         from cuda.bindings import driver  # after torch has made the context
 
         peers = PeerMemory(group, driver)
@@ -175,14 +173,8 @@ def work(rank: int, port: int, arguments: argparse.Namespace, answer: Connection
         answer.send({"rank": rank, "error": str(error)})
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def start(arguments: argparse.Namespace) -> list[tuple[Any, Connection]]:
-    spawn, port, workers = multiprocessing.get_context("spawn"), free_port(), []
+def start(arguments: argparse.Namespace, port: int) -> list[tuple[Any, Connection]]:
+    spawn, workers = multiprocessing.get_context("spawn"), []
     for rank in range(arguments.ranks):
         here, there = spawn.Pipe()
         process = spawn.Process(target=work, args=(rank, port, arguments, there))
@@ -193,8 +185,8 @@ def start(arguments: argparse.Namespace) -> list[tuple[Any, Connection]]:
 
 def costs(arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs all ranks and prints a table; "failed" when a rank had an error or bits differ."""
-    answers = []
-    for process, pipe in start(arguments):
+    answers, store = [], rank_workers.Store()
+    for process, pipe in start(arguments, store.port):
         answers.append(pipe.recv())
         process.join(30)
     errors = [f"rank {a['rank']}: {a['error']}" for a in answers if "error" in a]
@@ -220,7 +212,8 @@ def failures(arguments: argparse.Namespace) -> dict[str, Any]:
     moments = random.Random(arguments.seed)
     for turn in range(arguments.failures):
         kill = signal.SIGKILL if turn % 2 == 0 else signal.SIGSTOP
-        workers = start(arguments)
+        store = rank_workers.Store()
+        workers = start(arguments, store.port)
         for _, pipe in workers:
             pipe.recv()
         time.sleep(moments.random())
@@ -249,10 +242,7 @@ def main() -> int:
     parser.add_argument("--replays", type=int, default=2000, help="with random pauses of each rank's host")
     parser.add_argument("--failures", type=int, default=0, help="instead: so many ranks to kill or stop")
     parser.add_argument(
-        "--define",
-        action="append",
-        default=[],
-        help="macro for the kernels; RANDOM_DELAYS=2000: pauses in all CTAs, ns",
+        "--define", action="append", default=[], help="macro for the kernels; RANDOM_DELAYS=2000: ns, in all CTAs"
     )
     parser.add_argument("--deadline", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=1)

@@ -33,6 +33,27 @@ class Found:
         return [[content for said, content in rank if said == kind] for rank in self.told]
 
 
+class Store:
+    """The ranks' store, in the process that starts them: no rank is left without it when another has ended."""
+
+    def __init__(self) -> None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            self.port = int(listener.getsockname()[1])
+        self._store = _store(self.port, holds=True)
+
+
+def client(port: int) -> Any:
+    """A rank's end of the store."""
+    return _store(port, holds=False)
+
+
+def _store(port: int, *, holds: bool) -> Any:
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", port, None, holds, timedelta(seconds=300), wait_for_workers=False)
+
+
 def run_on_gpus(
     worker: Worker, options: Any, ranks: int, *, seconds: float, deadline: float = 5.0, show: Tell | None = None
 ) -> Found:
@@ -40,12 +61,12 @@ def run_on_gpus(
 
     deadline: of waits in the kernels. show: called for what rank 0 tells, as it comes.
     """
-    spawn, port, end = multiprocessing.get_context("spawn"), _free_port(), time.monotonic() + seconds
+    spawn, store, end = multiprocessing.get_context("spawn"), Store(), time.monotonic() + seconds
     found, processes, pipes = Found([[] for _ in range(ranks)]), [], {}
     for rank in range(ranks):
         here, there = spawn.Pipe(duplex=False)
         process = spawn.Process(
-            target=_process, args=(worker, options, rank, ranks, port, deadline, there), daemon=True
+            target=_process, args=(worker, options, rank, ranks, store.port, deadline, there), daemon=True
         )
         process.start()
         there.close()
@@ -107,7 +128,6 @@ def _process(
     worker: Worker, options: Any, rank: int, ranks: int, port: int, deadline: float, answer: Connection
 ) -> None:
     import torch
-    from torch.distributed import TCPStore
 
     from sgl_muse_mega.megakernel.cuda import CudaMachine
     from sgl_muse_mega.megakernel.peers import DECODE_ARENA_BYTES, PeerMemory, StoreGroup
@@ -118,7 +138,7 @@ def _process(
     try:
         torch.cuda.set_device(rank)
         machine = CudaMachine(f"cuda:{rank}", deadline_seconds=deadline)
-        group = StoreGroup(TCPStore("127.0.0.1", port, ranks, rank == 0, timedelta(seconds=300)), rank, ranks)
+        group = StoreGroup(client(port), rank, ranks)
         from cuda.bindings import driver  # after torch has made the context
 
         peers = PeerMemory(group, driver, arena_bytes=DECODE_ARENA_BYTES)
@@ -127,9 +147,3 @@ def _process(
         peers.close()
     except Exception as error:  # whatever it is, the other processes must hear of it
         tell("problem", str(error))
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -6,7 +6,7 @@ that `Instance.header` generates.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from sgl_muse_mega.config import DraftConfig, TargetConfig
@@ -17,6 +17,7 @@ BLOCK_ROWS = 64  # weight rows of a dense task
 WARP = 32
 MAX_ROWS = 16
 PACKET_COLUMNS, PACKET_BYTES = 4, 16  # what ranks send each other (packet.cuh)
+STAGED_SPLIT = 128  # keys of a split from which on staging pays (bench layer at 12,288 to 131,072 keys)
 HOPPER_SHARED_BYTES = 232448  # opt-in shared memory of one CTA
 _LOG2_E = 1.4426950408889634
 
@@ -135,7 +136,7 @@ class Instance:
     math_warps: int = 8
     min_split: int = 32  # keys of a split of attention while there are at most splits_cap of them
     splits_cap: int = 128
-    staged_split: int = 0  # smallest split, in keys, whose keys and values pass through shared memory; 0: none does
+    staged_split: int = 0  # smallest split, in keys, that passes through shared memory; 0: none does
     head_dim: int = 64
     ranks: int = 1
     trace: bool = False
@@ -192,8 +193,10 @@ class Instance:
             attention_scale=config.attention_scale,
             head_dim=config.head_dim,
             ranks=ranks,
-            **tuning,
+            **({"staged_split": STAGED_SPLIT} | tuning),
         )
+        if "staged_split" not in tuning and not instance.has_room_to_stage:
+            instance = replace(instance, staged_split=0)
         instance.check()
         return instance
 
@@ -365,6 +368,11 @@ class Instance:
     def lent_stages(self) -> int:
         """Stages at the end of the ring that attention over long splits has first: 72 KiB (staged.cuh)."""
         return -(-73728 // self.stage_bytes) if self.staged_split and not self.separate_phases else 0
+
+    @property
+    def has_room_to_stage(self) -> bool:
+        """Whether attention can borrow its stages: two must be left, and its teams are parts of eight warps."""
+        return self.math_warps == 8 and self.stages - self.lent_stages >= 2
 
     @property
     def shared_offsets(self) -> dict[str, int]:
