@@ -143,8 +143,10 @@ def assemble(
         greedy_logits=step.activations.greedy_logits,
     )  # fmt: skip
     accept.use_caches(built.caches, [step.config.is_full(index) for index in range(len(built.caches))])
+    decode = DecodeStep(step, draft, accept, state)
+    decode.declare(built.caches)
     return FullStep(
-        DecodeStep(step, draft, accept, state),
+        decode,
         width=built.rows,
         plan=row_plan(built.rows),
         req_to_token=target.req_to_token_pool.req_to_token,

@@ -18,13 +18,15 @@ from sglang.srt.models.dflash import DFlash2DraftModel
 from torch import Tensor
 from transformers import Qwen3Config
 
+from sgl_muse_mega.config import DraftConfig
 
-def load(directory: Path, target: Any) -> Any:
+
+def load(directory: Path, target: Any, config: DraftConfig = DRAFT) -> Any:
     """The draft in `directory`, with the head of `target`, a loaded SGLang model."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        draft = DFlash2DraftModel(Qwen3Config(**DRAFT.to_hf()))
+        draft = DFlash2DraftModel(Qwen3Config(**config.to_hf()))
     finally:
         torch.set_default_dtype(default)
     with safe_open(directory / "model.safetensors", "pt") as stored:
@@ -51,8 +53,8 @@ def context(draft: Any, taps: Tensor) -> Context:
             attention = layer.self_attn
             k, v = attention.kv_proj_only(made.c)
             k = attention.apply_k_rope(positions, attention.apply_k_norm(k))
-            made.keys.append(k.unflatten(-1, (-1, DRAFT.head_dim)))
-            made.values.append(v.unflatten(-1, (-1, DRAFT.head_dim)))
+            made.keys.append(k.unflatten(-1, (-1, attention.head_dim)))
+            made.values.append(v.unflatten(-1, (-1, attention.head_dim)))
     return made
 
 
