@@ -307,7 +307,7 @@ def test_how_a_step_is_put_together(ranks: int, monkeypatch: pytest.MonkeyPatch)
     def part(name: str) -> Any:
         def create(*args: Any, **kwargs: Any) -> Any:
             made[name] = (args, kwargs)
-            return SimpleNamespace(use_caches=lambda *_: None, activations="rows")
+            return SimpleNamespace(use_caches=lambda *_: None, declare=lambda *_: None, activations="rows")
 
         return create
 
