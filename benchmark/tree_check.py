@@ -34,7 +34,7 @@ from sgl_muse_mega.speculative.philox import uniform
 from sgl_muse_mega.speculative.rows import RowPlan
 from sgl_muse_mega.speculative.sampling import SamplingParams, argmax
 from sgl_muse_mega.speculative.tree import accept_tree, grow
-from sgl_muse_mega.speculative.width import COMPOSED_COST, chain_maxima, chain_rows, interpolated, tree_rows
+from sgl_muse_mega.speculative.width import chain_maxima, chain_rows, default_cost, tree_rows
 
 WIDTH, MOST_ROWS = 8, 16
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 100}
@@ -43,7 +43,7 @@ SAME_TEXTS = 0.97  # of the texts; the others differ from a near tie on
 
 def plans() -> dict[str, RowPlan]:
     """Kinds of steps, by name."""
-    cost = interpolated(COMPOSED_COST, MOST_ROWS)
+    cost = default_cost(MOST_ROWS)
     return {
         "tree of 8": RowPlan(8),
         "tree of 16": RowPlan(16),

@@ -2,16 +2,14 @@
 
     python benchmark/width_profiles.py --plot docs/width-profiles.svg --save
 
-No GPU. Steps are counted by running the rules themselves (`sgl_muse_mega.speculative`); their times are composed from
-parts that were measured on one H200 as one rank of four (`composed_cost`). The profiles are those of `simulated_draft`
-at the accept lengths of the published cards; the tiny pair runs on the reference backend, greedy. Several minutes.
+No GPU. Steps are counted by running the rules themselves (`sgl_muse_mega.speculative`); their times are scaled from
+whole steps of one H200 as one rank of four (`step_costs.py`). The profiles are those of `simulated_draft` at the accept
+lengths of the published cards; the tiny pair runs on the reference backend, greedy. Several minutes.
 """
 
 import argparse
-import json
-import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,8 @@ from typing import Any
 import simulated_draft
 import torch
 from rich.console import Console
-from rich.table import Table
 from simulated_draft import Text
+from step_costs import BLOCK, COST_FILES, STEP_FILE, WIDEST, Costs, measured_costs
 
 from sgl_muse_mega import results
 from sgl_muse_mega.checkpoint import tiny
@@ -33,28 +31,28 @@ from sgl_muse_mega.speculative.generate import generate
 from sgl_muse_mega.speculative.rows import RowPlan
 from sgl_muse_mega.speculative.sampling import SamplingParams
 from sgl_muse_mega.speculative.tree import Tree, grow
-from sgl_muse_mega.speculative.width import CostTable, chain_maxima, chain_rows, interpolated, tree_rows
-
-LAYERS = 62
-LAYER_FILE = "layer-2026-11-30T09-20-38-nvidia-h200.json"
-STEP_FILE = "step-2026-11-30T09-20-43-nvidia-h200.json"
-WITHOUT_DRAFT = ("head", "accept")  # parts of a step of plain decoding, besides the layers
+from sgl_muse_mega.speculative.width import CostTable, chain_maxima, chain_rows, tree_rows
 
 PROFILES = {"GSM8K": 5.37, "GPQA": 3.88, "AIME": 4.19}
-BLOCK = 8  # rows of the draft's block below trees
-WIDEST = 16
+CAPACITIES = (BLOCK, WIDEST)  # most rows of an automatic width
 CHAINS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 TREES = (4, 6, 8, 10, 12, 14, 16)
-SHOWN = ("chain 4", "chain 8", "chain 16", "chain auto", "tree 8", "tree 16", "tree auto")
+SHOWN = (
+    *("chain 4", "chain 8", "chain 16", "chain auto 8", "chain auto 16"),
+    *("tree 8", "tree 16", "tree auto 8", "tree auto 16"),
+)
+RIVALS = {"chain auto 8": BLOCK, "chain auto 16": WIDEST, "tree auto 8": WIDEST, "tree auto 16": WIDEST}
+"""The most rows of fixed widths of its kind that an automatic one is held against. A chain of more rows needs a draft
+of larger blocks; a tree does not."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Steps of one way to choose rows."""
+    """Steps of one way to choose rows, whose cost is that of its launches."""
 
+    cost: CostTable
     tokens: int = 0
     rows: Counter[int] = field(default_factory=Counter)  # steps by rows
-    plain: bool = False  # width 1: no draft runs
 
     @property
     def steps(self) -> int:
@@ -67,50 +65,29 @@ class Outcome:
     def mean_rows(self) -> float:
         return sum(n * steps for n, steps in self.rows.items()) / self.steps
 
-    def ms_per_token(self, cost: CostTable, plain_ms: float) -> float:
-        if self.plain:
-            return plain_ms * self.steps / self.tokens
-        return sum(float(cost[n]) * steps for n, steps in self.rows.items()) / self.tokens
+    def ms_per_token(self) -> float:
+        return sum(float(self.cost[n]) * steps for n, steps in self.rows.items()) / self.tokens
 
     def count(self, tokens: int, rows: int) -> None:
         self.tokens += tokens
         self.rows[rows] += 1
 
 
-def composed_cost(directory: Path) -> tuple[dict[int, float], float]:
-    """ms of a step by rows, and of plain decoding, composed from measured parts of one H200 as one rank of four.
-
-    62 times the layer at 1, 4, 8 and 16 rows (medians; NVFP4 experts, context 2048, exchange looped back), and the
-    step's other parts, measured at width 8 and taken as the same for all widths: draft layers, draft head, target's
-    head, accept, draft context (draft and heads whole on the rank), and the gap between steps. Not in it: the two
-    layers with BF16 experts, the copy of an accepted path, a block wider than 8.
-    """
-    layer = json.loads((directory / LAYER_FILE).read_text(encoding="utf-8"))
-    step = json.loads((directory / STEP_FILE).read_text(encoding="utf-8"))
-    layers = {case["rows"]: LAYERS * case["median_us"] / 1e3 for case in layer["cases"]}
-    parts = {part["name"]: statistics.median(part["us"]) / 1e3 for part in step["parts"]}
-    gap = statistics.median(step["gap_us"]) / 1e3
-    rest = sum(ms for name, ms in parts.items() if name != "verify layers") + gap
-    plain = layers[1] + sum(parts[name] for name in WITHOUT_DRAFT) + gap
-    return {rows: ms + rest for rows, ms in sorted(layers.items())}, plain
-
-
 def fixed_chain(text: Text, width: int, outcome: Outcome) -> None:
     kept, at = text.kept(), 0
-    outcome.plain = width == 1
     while at < len(kept):
         tokens = int(min(kept[at], width - 1)) + 1
         outcome.count(tokens, width)
         at += tokens
 
 
-def automatic_chain(text: Text, cost: CostTable, outcome: Outcome) -> None:
-    kept, at, state = text.kept(), 0, default_prior()
-    ids = torch.arange(simulated_draft.K).expand(simulated_draft.SLOTS, -1)
+def automatic_chain(text: Text, capacity: int, outcome: Outcome) -> None:
+    kept, at, state, slots = text.kept(), 0, default_prior(), capacity - 1
+    ids = torch.arange(simulated_draft.K).expand(slots, -1)
     while at < len(kept):
-        block = DraftBlock(torch.from_numpy(text.chain[at]), ids, torch.empty(0))
-        maxima = chain_maxima(block, torch.from_numpy(text.lattice[at]), 1.0)
-        rows = chain_rows(state, maxima, cost)
+        block = DraftBlock(torch.from_numpy(text.chain[at, :slots]), ids, torch.empty(0))
+        maxima = chain_maxima(block, torch.from_numpy(text.lattice[at, :slots]), 1.0)
+        rows = chain_rows(state, maxima, outcome.cost)
         drafts = int(min(kept[at], rows - 1))
         turns = range(1, min(drafts + 2, rows))
         state = updated(state, [(slot, maxima[slot - 1], slot <= drafts) for slot in turns])
@@ -118,13 +95,13 @@ def automatic_chain(text: Text, cost: CostTable, outcome: Outcome) -> None:
         at += drafts + 1
 
 
-def trees(text: Text, nodes: int, cost: CostTable | None, outcome: Outcome) -> None:
+def trees(text: Text, nodes: int, outcome: Outcome, *, automatic: bool = False) -> None:
     at, state = 0, default_prior()
     ids = torch.arange(simulated_draft.K).expand(BLOCK - 1, -1)
     while at < len(text.truth):
         tree = grow(0, ids, torch.from_numpy(text.lattice[at, : BLOCK - 1]), state, nodes=nodes)
-        if cost is not None:
-            tree = tree.first(tree_rows(tree, cost))
+        if automatic:
+            tree = tree.first(tree_rows(tree, outcome.cost))
         path = followed(tree, text.truth[at].tolist())
         state = updated(state, tree.trials(path))
         outcome.count(len(path) + 1, len(tree))
@@ -144,18 +121,18 @@ def followed(tree: Tree, truth: list[int]) -> list[int]:
 
 
 def simulated(
-    accept_length: float, rough: bool, cost: CostTable, positions: int, texts: int, progress: Callable[[str], None]
+    accept_length: float, rough: bool, costs: Costs, positions: int, texts: int, progress: Callable[[str], None]
 ) -> tuple[float, dict[str, Outcome]]:
     """The fitted level, and every way's steps through the texts."""
     level = simulated_draft.fitted_level(accept_length, positions, range(texts), rough)
     ways: dict[str, Callable[[Text, Outcome], None]] = {
         f"chain {n}": lambda text, outcome, n=n: fixed_chain(text, n, outcome) for n in CHAINS
     }
-    ways["chain auto"] = lambda text, outcome: automatic_chain(text, cost, outcome)
-    for n in TREES:
-        ways[f"tree {n}"] = lambda text, outcome, n=n: trees(text, n, None, outcome)
-    ways["tree auto"] = lambda text, outcome: trees(text, WIDEST, cost, outcome)
-    outcomes = {name: Outcome() for name in ways}
+    ways |= {f"tree {n}": lambda text, outcome, n=n: trees(text, n, outcome) for n in TREES}
+    for n in CAPACITIES:
+        ways[f"chain auto {n}"] = lambda text, outcome, n=n: automatic_chain(text, n, outcome)
+        ways[f"tree auto {n}"] = lambda text, outcome, n=n: trees(text, n, outcome, automatic=True)
+    outcomes = new_outcomes(ways, costs)
     for seed in range(texts):
         text = simulated_draft.simulate(level, positions, seed, rough)
         for name, way in ways.items():
@@ -164,7 +141,13 @@ def simulated(
     return level, outcomes
 
 
-def tiny_pair(cost: CostTable, limit: int, progress: Callable[[str], None]) -> dict[str, Outcome]:
+def new_outcomes(names: Iterable[str], costs: Costs) -> dict[str, Outcome]:
+    """By name, with the costs of its launches."""
+    fixed, chosen = costs.of_fixed(), {capacity: costs.of_chosen(capacity) for capacity in CAPACITIES}
+    return {name: Outcome(chosen[int(name.split()[-1])] if "auto" in name else fixed) for name in names}
+
+
+def tiny_pair(costs: Costs, limit: int, progress: Callable[[str], None]) -> dict[str, Outcome]:
     """The bundled pair's first problems, greedy, on the reference backend; what is learnt is carried on."""
     pair = Pair(PairOptions(None, None, False, "reference", "bf16", BLOCK))
     problems = read_problems(tiny.problems_path(), limit)
@@ -172,12 +155,13 @@ def tiny_pair(cost: CostTable, limit: int, progress: Callable[[str], None]) -> d
     longest = 256
     backend = pair.backend(max(map(len, prompts)) + WIDEST, longest)
     plans = {f"chain {n}": (n, RowPlan()) for n in (4, 6, 8, 12, 16)}
-    plans["chain auto"] = (WIDEST, RowPlan(cost=cost))
     plans |= {f"tree {n}": (BLOCK, RowPlan(nodes=n)) for n in (8, 12, 16)}
-    plans["tree auto"] = (BLOCK, RowPlan(nodes=WIDEST, cost=cost))
-    outcomes = {}
+    for n in CAPACITIES:
+        plans[f"chain auto {n}"] = (n, RowPlan(cost=costs.of_chosen(n)))
+        plans[f"tree auto {n}"] = (BLOCK, RowPlan(nodes=n, cost=costs.of_chosen(n)))
+    outcomes = new_outcomes(plans, costs)
     for name, (width, plan) in plans.items():
-        outcome = outcomes[name] = Outcome()
+        outcome = outcomes[name]
         state: State | None = None
         for prompt in prompts:
             generation = generate(
@@ -193,37 +177,42 @@ def tiny_pair(cost: CostTable, limit: int, progress: Callable[[str], None]) -> d
     return outcomes
 
 
-def ratios(outcomes: Mapping[str, Outcome], cost: CostTable, plain_ms: float) -> dict[str, float]:
-    """ms per token of the automatic width over that of the best fixed one, for chains and trees."""
-    found = {}
-    for kind in ("chain", "tree"):
-        ms = {name: o.ms_per_token(cost, plain_ms) for name, o in outcomes.items() if name.startswith(kind)}
-        automatic = ms.pop(f"{kind} auto")
-        found[kind] = automatic / min(ms.values())
-    return found
+def fixed_ms(outcomes: Mapping[str, Outcome], kind: str, most: int = WIDEST) -> dict[int, float]:
+    """ms per token of chains or trees of a fixed width up to `most`, by rows."""
+    named = {name.split()[-1]: o for name, o in outcomes.items() if name.startswith(kind) and "auto" not in name}
+    return {int(n): o.ms_per_token() for n, o in named.items() if int(n) <= most}
 
 
-def report(console: Console, profiles: Mapping[str, Mapping[str, Outcome]], cost: CostTable, plain_ms: float) -> None:
-    """The table: tokens a step, rows a step, ms per token."""
-    table = Table("rows", *profiles, box=None, pad_edge=False)
+def ratios(outcomes: Mapping[str, Outcome]) -> dict[str, float]:
+    """ms per token of every automatic width over that of the best fixed one of its kind."""
+    rivals = {name: fixed_ms(outcomes, name.split()[0], most) for name, most in RIVALS.items()}
+    return {name: outcomes[name].ms_per_token() / min(ms.values()) for name, ms in rivals.items()}
+
+
+def report(console: Console, profiles: Mapping[str, Mapping[str, Outcome]]) -> None:
+    """The table, in Markdown: tokens a step, rows a step, ms per token."""
+
+    def best(outcomes: Mapping[str, Outcome], kind: str, most: int) -> str:
+        ms = fixed_ms(outcomes, kind, most)
+        rows = min(ms, key=lambda n: ms[n])
+        return f"{rows}: {ms[rows]:.2f}"
+
+    lines = [["rows", *profiles], ["---"] * (len(profiles) + 1)]
     for name in SHOWN:
-        cells = []
-        for outcomes in profiles.values():
-            o = outcomes[name]
-            cells.append(f"{o.accept_length:.2f} / {o.mean_rows():.1f} / {o.ms_per_token(cost, plain_ms):.3f}")
-        table.add_row(name, *cells)
-    for kind in ("chain", "tree"):
-        best = []
-        for outcomes in profiles.values():
-            ms = {n: o.ms_per_token(cost, plain_ms) for n, o in outcomes.items() if n.startswith(kind) and n[-1] != "o"}
-            name = min(ms, key=lambda n: ms[n])
-            best.append(f"{name}: {ms[name]:.3f}, auto / best {ratios(outcomes, cost, plain_ms)[kind]:.3f}")
-        table.add_row(f"best fixed {kind}", *best)
+        shown = [outcomes[name] for outcomes in profiles.values()]
+        lines.append([name, *(f"{o.accept_length:.2f} / {o.mean_rows():.1f} / {o.ms_per_token():.2f}" for o in shown)])
+    for kind, most in dict.fromkeys((name.split()[0], most) for name, most in RIVALS.items()):
+        title = f"best fixed {kind} up to {most}: rows, ms"
+        lines.append([title, *(best(outcomes, kind, most) for outcomes in profiles.values())])
+    for name, most in RIVALS.items():
+        title = f"{name} / best {name.split()[0]} up to {most}"
+        lines.append([title, *(f"{ratios(outcomes)[name]:.3f}" for outcomes in profiles.values())])
     console.print("tokens a step / rows a step / ms per token")
-    console.print(table)
+    for cells in lines:
+        console.print(f"| {' | '.join(cells)} |")
 
 
-def draw(path: Path, profiles: Mapping[str, Mapping[str, Outcome]], cost: CostTable, plain_ms: float) -> None:
+def draw(path: Path, profiles: Mapping[str, Mapping[str, Outcome]]) -> None:
     """ms per token against rows: fixed chains and trees as lines, the automatic ones as points at their mean rows."""
     import matplotlib
 
@@ -238,19 +227,19 @@ def draw(path: Path, profiles: Mapping[str, Mapping[str, Outcome]], cost: CostTa
         axis.set_axis_off()
     for axis, (title, outcomes) in zip(axes, profiles.items(), strict=False):
         for kind, colour in (("chain", "tab:blue"), ("tree", "tab:orange")):
-            fixed = sorted((int(n.split()[1]), o) for n, o in outcomes.items() if n.startswith(kind) and n[-1] != "o")
-            ms = [o.ms_per_token(cost, plain_ms) for _, o in fixed]
-            axis.plot([n for n, _ in fixed], ms, "-o", color=colour, markersize=3, label=kind)
-            automatic = outcomes[f"{kind} auto"]
-            axis.plot(
-                automatic.mean_rows(), automatic.ms_per_token(cost, plain_ms), "*", color=colour, markersize=13,
-                markeredgecolor="black", label=f"{kind}, automatic",
-            )  # fmt: skip
+            fixed = fixed_ms(outcomes, kind)
+            axis.plot(list(fixed), list(fixed.values()), "-o", color=colour, markersize=3, label=kind)
+            for capacity, marker, size in ((BLOCK, "*", 13), (WIDEST, "D", 6)):
+                o = outcomes[f"{kind} auto {capacity}"]
+                axis.plot(
+                    o.mean_rows(), o.ms_per_token(), marker, color=colour, markersize=size, markeredgecolor="black",
+                    linestyle="", label=f"{kind}, automatic up to {capacity}",
+                )  # fmt: skip
         axis.set_title(title, fontsize=9)
         axis.set_xlabel("rows a step (mean)")
         axis.set_ylim(bottom=0, top=5)
-        axis.set_ylabel("ms per token, composed", fontsize=8)
-    axes[0].legend(fontsize=8)
+        axis.set_ylabel("ms per token, scaled to 62 layers", fontsize=8)
+    axes[0].legend(fontsize=7)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
@@ -263,11 +252,12 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write the results and the named figures")
     options = parser.parse_args()
     console = Console(soft_wrap=True, width=200)
-    points, plain_ms = composed_cost(results.results_directory())
-    cost = interpolated(points, WIDEST)
+    costs = measured_costs(results.results_directory())
     if options.save:
         results.check_writable()
-    console.print("ms of a step:", {n: round(ms, 2) for n, ms in points.items()}, f"plain {plain_ms:.2f}")
+    for name, points in {"fixed": costs.fixed, **{f"up to {n}": ms for n, ms in costs.chosen.items()}}.items():
+        console.print(f"ms of a step, {name}:", {n: round(ms, 2) for n, ms in points.items()})
+    console.print(f"plain {costs.plain:.2f}")
 
     profiles: dict[str, dict[str, Outcome]] = {}
     levels = {}
@@ -275,33 +265,32 @@ def main() -> None:
         for name, accept_length in PROFILES.items():
             title = f"{name}, rough draft" if rough else name
             levels[title], profiles[title] = simulated(
-                accept_length, rough, cost, options.positions, options.texts,
+                accept_length, rough, costs, options.positions, options.texts,
                 lambda done, title=title: console.print(f"{title}: {done}", style="dim"),
             )  # fmt: skip
-    profiles["tiny pair"] = tiny_pair(cost, options.problems, lambda name: console.print(f"tiny pair: {name}"))
-    report(console, profiles, cost, plain_ms)
-    against = {title: ratios(outcomes, cost, plain_ms) for title, outcomes in profiles.items()}
+    profiles["tiny pair"] = tiny_pair(costs, options.problems, lambda name: console.print(f"tiny pair: {name}"))
+    report(console, profiles)
+    against = {title: ratios(outcomes) for title, outcomes in profiles.items()}
     gains = {t: o["tree 8"].accept_length / o["chain 8"].accept_length for t, o in profiles.items()}
-    console.print("auto / best fixed:", against)
     console.print("tree 8 / chain 8, tokens a step:", gains)
     if options.plot:
-        draw(options.plot, profiles, cost, plain_ms)
+        draw(options.plot, profiles)
     if options.save:
         figures = {
             "width.auto.ms_per_token_ratio_best_fixed": Figure.of(
-                [ratio for by_kind in against.values() for ratio in by_kind.values()], "ratio"
+                [by_name[f"{kind} auto {BLOCK}"] for by_name in against.values() for kind in ("chain", "tree")], "ratio"
             ),
             "tree.t8.accept_gain": Figure.of(list(gains.values()), "ratio"),
         }
         content: dict[str, Any] = {
             "options": {"positions": options.positions, "texts": options.texts, "problems": options.problems},
-            "step_ms": points,
-            "plain_step_ms": plain_ms,
+            "cost_files": {"parts": STEP_FILE, **COST_FILES},
+            "step_ms": {"fixed": costs.fixed, "chosen": costs.chosen, "plain": costs.plain},
             "levels": levels,
             "profiles": {
                 title: {
                     name: {"tokens": o.tokens, "steps": o.steps, "rows": dict(sorted(o.rows.items())),
-                           "ms_per_token": o.ms_per_token(cost, plain_ms)}
+                           "ms_per_token": o.ms_per_token()}
                     for name, o in outcomes.items()
                 }
                 for title, outcomes in profiles.items()

@@ -43,14 +43,14 @@ Width = Annotated[
 Tree = Annotated[bool, typer.Option("--tree", help="Verify the best branches of the draft's lattice, not one chain.")]
 Nodes = Annotated[
     int | None,
-    typer.Option("--nodes", help="Most rows of a tree.", show_default="the width, 16 with --width auto"),
+    typer.Option("--nodes", help="Most rows of a tree.", show_default="the width, the draft's block with --width auto"),
 ]
 CostTable = Annotated[
     Path | None,
     typer.Option(
         "--cost-table",
-        help='For --width auto: JSON {"1": ms, "8": ms, ...}, what a step of so many rows takes.',
-        show_default="composed from one H200 of four",
+        help='For --width auto: JSON {"1": ms, "8": ms, ...}, a step\'s by rows, or a file of bench step --costs.',
+        show_default="steps of one H200 of four",
     ),
 ]
 Ranks = Annotated[int, typer.Option("--ranks", help="GPUs that share the models, 1, 2, 4 or 8; with --backend cuda.")]
@@ -205,7 +205,7 @@ def bench_step(
     width: Annotated[str, typer.Option("--width", help="Verify width; auto: times by the rows that count.")] = "8",
     tree: Annotated[bool, typer.Option("--tree", help="Times of token trees, not of parts.")] = False,
     nodes: Nodes = None,
-    costs: Annotated[Path | None, typer.Option("--costs", help="Write --width auto's times for --cost-table.")] = None,
+    costs: Annotated[Path | None, typer.Option("--costs", help="--width auto: a file for --cost-table.")] = None,
     context: Annotated[int, typer.Option("--context", help="Committed positions at the start.")] = 2048,
     accept_length: Annotated[float, typer.Option("--accept-length", help="Tokens per step, for tokens/s.")] = 4.0,
     temperature: Temperature = 0.0,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -25,7 +24,7 @@ from sgl_muse_mega.megakernel.decode_backend import decode_backend
 from sgl_muse_mega.megakernel.decode_loop import CHAIN, DecodeLoop
 from sgl_muse_mega.speculative.rows import RowPlan
 from sgl_muse_mega.speculative.tree import MAX_NODES
-from sgl_muse_mega.speculative.width import CostTable
+from sgl_muse_mega.speculative.width import only
 
 ROWS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16)
 WARM_UP = 3
@@ -38,7 +37,7 @@ class Options:
     step: bench_step.Options
     automatic: bool
     nodes: int | None  # rows of a tree
-    costs: Path | None  # where to write a table for --cost-table
+    costs: Path | None  # where to write all of it, for --cost-table
     dry_run: bool
 
     @property
@@ -58,33 +57,42 @@ def options_of(
     if dry_run:
         step = replace(step, context=min(step.context, 12), repeats=1)
     if tree:
-        nodes = nodes or (MAX_NODES if automatic else step.width)
+        nodes = nodes or step.width
     return Options(step, automatic, nodes, costs, dry_run)
 
 
-def forced(rows: int, most: int) -> CostTable:
-    """A cost table by which every step verifies `rows` rows: no other number is worth its time."""
-    table = np.full(most + 1, 1e9, dtype=np.float32)
-    table[rows] = 1e-3
-    return table
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Steps over a block of `width` rows, of which `rows` are verified for their own sake."""
+
+    width: int
+    plan: RowPlan
+    rows: int
 
 
-def plans(options: Options) -> dict[str, RowPlan]:
-    """What is measured, by name: a number of rows, or a kind of step."""
-    most, nodes = options.most_rows, options.nodes
-    found: dict[str, RowPlan] = {f"chain of {options.step.width}": CHAIN}
+def cases(options: Options) -> dict[str, Case]:
+    """What is measured, by name: a number of rows that count in the launch of most, or a launch of so many rows.
+
+    Chains of fewer rows than the block, and trees of more, are what a chosen number competes with: launches of their
+    own. One of width 1 runs no draft.
+    """
+    block, most, nodes = options.step.width, options.most_rows, options.nodes
     if not options.automatic:
-        return found | {f"tree of {most}": RowPlan(nodes)}
-    counts = sorted({rows for rows in ROWS if rows < most} | {most})
-    return found | {str(rows): RowPlan(nodes, forced(rows, most)) for rows in counts}
+        return {f"chain of {block}": Case(block, CHAIN, block), f"tree of {most}": Case(block, RowPlan(nodes), most)}
+    counts = sorted({rows for rows in ROWS if rows < most} | {block, most})
+    chains = {f"chain of {rows}": Case(rows, CHAIN, rows) for rows in counts if rows <= block}
+    trees = {f"tree of {rows}": Case(block, RowPlan(rows), rows) for rows in counts if rows > block}
+    chosen = {str(rows): Case(block, RowPlan(nodes, only(rows, most)), rows) for rows in counts if rows <= most}
+    return chains | trees | chosen
 
 
 def run(options: Options) -> int:
     """Measure, print, and save if asked. Raises UserError without a Hopper GPU, unless it is a dry run."""
-    for plan in plans(options).values():
-        plan.check(options.step.width)
+    measured = cases(options)
+    for case in measured.values():
+        case.plan.check(case.width)
     loop = small_loop(options) if options.dry_run else real_loop(options)
-    times = {name: time_steps(loop, options, plan) for name, plan in plans(options).items()}
+    times = {name: time_steps(loop, options, case) for name, case in measured.items()}
     console = Console(soft_wrap=True)
     gpu = None if options.dry_run else torch.cuda.get_device_name()
     kind = f"a tree of {options.nodes}" if options.nodes else "a chain"
@@ -96,19 +104,20 @@ def run(options: Options) -> int:
     for name, ms in times.items():
         table.add_row(name, f"{statistics.median(ms):.3f} ({min(ms):.3f}..{max(ms):.3f})")
     console.print(table)
+    environment, all_of_it = results.environment(gpu), content(options, loop, times)
     if options.costs is not None:
-        points = {name: statistics.median(ms) for name, ms in times.items() if name.isdigit()}
-        options.costs.write_text(json.dumps(points) + "\n", encoding="utf-8")
+        text = json.dumps({"environment": environment, **all_of_it}, indent=1)
+        options.costs.write_text(text + "\n", encoding="utf-8")
     if options.step.save:
-        print(results.save("rows", results.environment(gpu), content(options, times), {}))
+        print(results.save("rows", environment, all_of_it, {}))
     return 0
 
 
-def content(options: Options, times: dict[str, list[float]]) -> dict[str, Any]:
-    """Everything measured, for the results file."""
+def content(options: Options, loop: DecodeLoop, times: dict[str, list[float]]) -> dict[str, Any]:
+    """Everything measured: ms of every repeat, by the names of `cases`."""
     step = {name: getattr(options.step, name) for name in bench_step.Options.__slots__}
     own = {"automatic": options.automatic, "nodes": options.nodes, "emulated": options.dry_run}
-    return {"options": step | own, "ms": times}
+    return {"options": step | own, "row_capacity": loop.width_limit, "most_rows": options.most_rows, "ms": times}
 
 
 def real_loop(options: Options) -> DecodeLoop:
@@ -129,21 +138,18 @@ def small_loop(options: Options) -> DecodeLoop:
     return loop
 
 
-def time_steps(loop: DecodeLoop, options: Options, plan: RowPlan) -> list[float]:
-    """ms of steps of this plan, all from the same place in the context on.
+def time_steps(loop: DecodeLoop, options: Options, case: Case) -> list[float]:
+    """ms of such steps, all from the same place in the context on.
 
     Raises UserError when a step did not verify the rows that it should.
     """
     step = options.step
     loop.length = step.context
     params = bench_step.sampling(step)
-    loop.begin(5, params, width=step.width, max_new_tokens=1 << 40, stop_ids=(), plan=plan)
-    rows = options.most_rows if plan is not CHAIN else step.width
-    if plan.cost is not None:
-        rows = int(plan.cost[1:].argmin()) + 1
+    loop.begin(5, params, width=case.width, max_new_tokens=1 << 40, stop_ids=(), plan=case.plan)
     if options.dry_run:
-        return [_host_step(loop, rows) for _ in range(step.repeats)]
-    steps, _ = bench_step.time_steps(loop, step.repeats, rows)
+        return [_host_step(loop, case.rows) for _ in range(step.repeats)]
+    steps, _ = bench_step.time_steps(loop, step.repeats, case.rows)
     return [us / 1e3 for us in steps]
 
 

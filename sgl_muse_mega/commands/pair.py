@@ -19,8 +19,7 @@ from sgl_muse_mega.reference.backend import KV_DTYPES, MAX_ROWS, ReferenceBacken
 from sgl_muse_mega.speculative.backend import Backend, StepBackend
 from sgl_muse_mega.speculative.generate import check_max_new_tokens
 from sgl_muse_mega.speculative.rows import RowPlan
-from sgl_muse_mega.speculative.tree import MAX_NODES
-from sgl_muse_mega.speculative.width import COMPOSED_COST, interpolated, read_cost_table
+from sgl_muse_mega.speculative.width import default_cost, interpolated, read_cost_table
 
 if TYPE_CHECKING:
     from sgl_muse_mega.megakernel.machine import Machine
@@ -43,10 +42,10 @@ class PairOptions:
     backend: str
     kv_cache_dtype: str
     width: int | None  # verify width; None is 8, or 1 without a draft
-    automatic: bool = False  # choose the rows in every step, at most the draft's block size or the tree's nodes
+    automatic: bool = False  # choose the rows in every step, at most the draft's block size, or the tree's nodes
     tree: bool = False
-    nodes: int | None = None  # most rows of a tree; None is the verify width, or 16 when they are chosen
-    cost_table: Path | None = None  # for `automatic`; None is the composed table of one H200 of four
+    nodes: int | None = None  # most rows of a tree; None is the verify width
+    cost_table: Path | None = None  # for `automatic`; None is the default table, of one H200 of four
     ranks: int = 1  # GPUs that share the models
 
 
@@ -150,11 +149,11 @@ class Pair:
             raise UserError("--cost-table is for automatic widths; add --width auto or leave it out.")
         nodes = None
         if options.tree:
-            nodes = options.nodes or (MAX_NODES if options.automatic else self.width)
+            nodes = options.nodes or self.width
         cost = None
         if options.automatic:
-            points = read_cost_table(options.cost_table) if options.cost_table else COMPOSED_COST
-            cost = interpolated(points, nodes or self.width)
+            rows, table = nodes or self.width, options.cost_table
+            cost = interpolated(read_cost_table(table), rows) if table else default_cost(rows)
         plan = RowPlan(nodes, cost)
         plan.check(self.width)
         return plan

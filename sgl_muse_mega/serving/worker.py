@@ -28,7 +28,7 @@ from sgl_muse_mega.serving.target import TargetMegakernel
 from sgl_muse_mega.speculative.philox import SEED_LIMIT
 from sgl_muse_mega.speculative.rows import RowPlan
 from sgl_muse_mega.speculative.sampling import SamplingParams
-from sgl_muse_mega.speculative.width import COMPOSED_COST, interpolated, read_cost_table
+from sgl_muse_mega.speculative.width import default_cost, interpolated, read_cost_table
 
 logger = logging.getLogger(__name__)
 
@@ -157,9 +157,8 @@ def assemble(
 def row_plan(width: int) -> RowPlan:
     """What the switches ask for. Raises UserError for a cost table that cannot be read."""
     table = switches.cost_table()
-    points = read_cost_table(Path(table)) if table else COMPOSED_COST
-    cost = interpolated(points, width) if switches.automatic_width() else None
-    return RowPlan(width if switches.tree() else None, cost)
+    cost = interpolated(read_cost_table(Path(table)), width) if table else default_cost(width)
+    return RowPlan(width if switches.tree() else None, cost if switches.automatic_width() else None)
 
 
 class _AsGreedy:

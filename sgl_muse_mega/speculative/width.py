@@ -23,6 +23,7 @@ that is, if going on pays should the drafts behind be worth as much as this one.
 """
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -38,8 +39,19 @@ from sgl_muse_mega.speculative.tree import Tree
 CostTable = NDArray[np.float32]
 """ms of a step, float32 [T + 1]; entry n is that of n rows, entry 0 is not used."""
 
-COMPOSED_COST = {1: 9.79, 4: 12.29, 8: 15.12, 16: 20.18}
-"""ms of a step, composed from measured parts of one H200 of four: see docs/tree-and-width.md."""
+COMPOSED_COST = {
+    8: {1: 11.79, 2: 12.51, 3: 13.15, 4: 13.73, 6: 14.95, 8: 16.08},
+    16: {1: 12.62, 2: 13.41, 3: 14.10, 4: 14.75, 6: 16.08, 8: 17.32, 10: 18.40, 12: 19.39, 14: 20.25, 16: 20.98},
+}
+"""ms of a step of 62 layers by the rows that count, in a launch of 8 and in one of 16 rows: scaled from steps of 14 on
+one H200 of four, see docs/tree-and-width.md. That of 8 rows is derived from the other, not measured."""
+
+
+def only(rows: int, most: int) -> CostTable:
+    """A cost table for up to `most` rows by which every step verifies `rows`: no other number is worth its time."""
+    table = np.full(most + 1, 1e9, dtype=np.float32)
+    table[rows] = 1e-3
+    return table
 
 
 def tree_rows(tree: Tree, cost: CostTable) -> int:
@@ -108,10 +120,20 @@ def interpolated(points: Mapping[int, float], rows: int) -> CostTable:
     return table
 
 
+def default_cost(rows: int) -> CostTable:
+    """Cost table of `COMPOSED_COST` for launches of `rows` rows. Raises UserError for more rows than it has."""
+    fitting = [points for most, points in sorted(COMPOSED_COST.items()) if rows <= most]
+    return interpolated(fitting[0] if fitting else COMPOSED_COST[max(COMPOSED_COST)], rows)
+
+
 def read_cost_table(path: Path) -> dict[int, float]:
-    """Measured points from JSON {"rows": ms, ...}, as {"1": 9.8, "8": 15.1, "16": 20.2}. Raises UserError."""
+    """Measured points from JSON {"rows": ms, ...}, as {"1": 9.8, "8": 15.1, "16": 20.2}, or the medians of a file that
+    `bench step --width auto` wrote, whose "ms" also holds launches with names. Raises UserError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        if "ms" in content:
+            counted = {int(rows): ms for rows, ms in content["ms"].items() if rows.isdigit()}
+            return {rows: statistics.median(map(float, ms)) for rows, ms in counted.items()}
         return {int(rows): float(ms) for rows, ms in content.items()}
     except OSError as error:
         raise UserError(f"The cost table {path} cannot be read: {error.strerror}.") from None

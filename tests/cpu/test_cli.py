@@ -341,7 +341,10 @@ def test_eval_that_is_not_the_standard_one_leaves_the_figures_alone(run: Run, tm
     assert not list(results.glob(".*"))
 
 
-@pytest.mark.parametrize("options", [["--tree"], ["--width", "auto"], ["--tree", "--nodes", "9", "--width", "auto"]])
+@pytest.mark.parametrize(
+    "options",
+    [["--tree"], ["--width", "auto"], ["--tree", "--width", "auto"], ["--tree", "--nodes", "9", "--width", "auto"]],
+)
 def test_trees_and_automatic_widths_leave_no_trace_in_the_text(run: Run, tmp_path: Path, options: list[str]) -> None:
     def texts(*more: str) -> tuple[list[str], dict[str, object]]:
         results = tmp_path / "benchmark" / "results"

@@ -24,7 +24,14 @@ from sgl_muse_mega.speculative.calibration import (
 )
 from sgl_muse_mega.speculative.sampling import SamplingParams, argmax
 from sgl_muse_mega.speculative.tree import Tree, accept_tree, ancestor_mask, grow
-from sgl_muse_mega.speculative.width import chain_maxima, chain_rows, interpolated, read_cost_table, tree_rows
+from sgl_muse_mega.speculative.width import (
+    chain_maxima,
+    chain_rows,
+    default_cost,
+    interpolated,
+    read_cost_table,
+    tree_rows,
+)
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -269,3 +276,17 @@ def test_cost_files_that_cannot_be_read(content: str, tmp_path_factory: pytest.T
         read_cost_table(path)
     path.write_text('{"1": 9.5, "16": 12}')
     assert read_cost_table(path) == {1: 9.5, 16: 12.0}
+    path.write_text('{"options": {"layers": 14}, "ms": {"chain of 8": [9, 9], "1": [3, 1, 2], "8": [4.0]}}')
+    assert read_cost_table(path) == {1: 2.0, 8: 4.0}
+    path.write_text('{"ms": {"1": 3}}')
+    with pytest.raises(UserError, match="not a JSON object of rows and ms"):
+        read_cost_table(path)
+
+
+def test_default_costs_are_those_of_the_launch() -> None:
+    eight, more = default_cost(8), default_cost(9)
+    assert (len(eight), len(more), len(default_cost(16))) == (9, 10, 17)
+    assert all(0 < low < high for low, high in zip(eight[1:], more[1:], strict=False))
+    assert (np.diff(default_cost(16)[1:]) > 0).all()
+    with pytest.raises(UserError, match="17 rows"):
+        default_cost(17)

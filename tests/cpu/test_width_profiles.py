@@ -1,5 +1,6 @@
 """The simulation, the composed costs and the bookkeeping behind benchmark/width_profiles.py."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,22 +10,48 @@ import torch
 
 from sgl_muse_mega.speculative.calibration import default_prior
 from sgl_muse_mega.speculative.tree import grow
-from sgl_muse_mega.speculative.width import COMPOSED_COST, interpolated
+from sgl_muse_mega.speculative.width import COMPOSED_COST, default_cost
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmark"))
 
 import simulated_draft
+import step_costs
 import width_profiles
 from width_profiles import Outcome
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmark" / "results"
-COST = interpolated(COMPOSED_COST, 16)
+COST = default_cost(16)
 
 
-def test_the_default_costs_are_composed_from_the_measured_parts() -> None:
-    points, plain = width_profiles.composed_cost(RESULTS)
-    assert {rows: round(ms, 2) for rows, ms in points.items()} == COMPOSED_COST
-    assert plain < points[1]
+def test_the_default_costs_are_those_of_the_measured_steps() -> None:
+    costs = step_costs.measured_costs(RESULTS)
+    rounded = {most: {rows: round(ms, 2) for rows, ms in points.items()} for most, points in costs.chosen.items()}
+    assert rounded == COMPOSED_COST
+    assert costs.plain < costs.fixed[1] < costs.chosen[8][1]
+    assert costs.of_fixed()[1] == np.float32(costs.plain)
+    assert all(np.abs(costs.of_chosen(n) - default_cost(n)).max() < 0.006 for n in (8, 16))
+
+
+def test_layers_are_scaled_and_the_rest_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of 3 ms besides the layers, which take 1 ms and half a ms a row in 31 of 62 layers."""
+
+    def file(name: str, content: dict[str, object]) -> str:
+        (tmp_path / name).write_text(json.dumps(content))
+        return name
+
+    names = {"draft layers": 1, "draft head": 0.5, "verify layers": 9, "head": 0.7, "accept": 0.1, "draft context": 0.6}
+    parts = [{"name": name, "us": [ms * 1e3]} for name, ms in names.items()]
+    monkeypatch.setattr(step_costs, "STEP_FILE", file("step", {"parts": parts, "gap_us": [100.0]}))
+    eight = {"chain of 1": [1.5 + 1.4], "chain of 8": [3 + 4.5], "1": [5, 4, 6], "8": [8]}
+    sixteen = {"1": [6], "16": [12], "12": [11], "tree of 12": [10.5], "chain of 8": [99]}
+    made = {n: file(str(n), {"options": {"layers": 31}, "ms": ms}) for n, ms in ((8, eight), (16, sixteen))}
+    monkeypatch.setattr(step_costs, "COST_FILES", made)
+    costs = step_costs.measured_costs(tmp_path)
+    assert costs.chosen[8] == pytest.approx({1: 3 + 2 * 2, 8: 3 + 5 * 2})
+    assert costs.chosen[16] == pytest.approx({1: 3 + 3 * 2, 12: 3 + 8 * 2, 16: 3 + 9 * 2})
+    assert costs.fixed == pytest.approx({1: 3 + 1.4 * 2, 8: 3 + 4.5 * 2, 12: 3 + 7.5 * 2, 16: 3 + 9 * 2})
+    assert costs.plain == pytest.approx(0.9 + 1.4 * 2)
+    assert costs.of_fixed()[[1, 8]] == pytest.approx([costs.plain, 12])
 
 
 def test_a_simulated_draft_says_something_about_the_text() -> None:
@@ -45,7 +72,7 @@ def test_a_simulated_draft_says_something_about_the_text() -> None:
 def test_fixed_steps_are_those_of_the_step_by_step_count() -> None:
     text = simulated_draft.simulate(2.0, 200, 1)
     for width in (1, 3, 16):
-        outcome = Outcome()
+        outcome = Outcome(COST)
         width_profiles.fixed_chain(text, width, outcome)
         assert outcome.steps == simulated_draft.fixed_steps(text.kept(), width)
         assert outcome.tokens >= 200
@@ -55,9 +82,9 @@ def test_fixed_steps_are_those_of_the_step_by_step_count() -> None:
 def test_a_tree_of_one_branch_is_a_chain() -> None:
     """Two nodes are the anchor and the most likely draft: a chain of width 2."""
     text = simulated_draft.simulate(2.0, 200, 3)
-    chain, tree = Outcome(), Outcome()
+    chain, tree = Outcome(COST), Outcome(COST)
     width_profiles.fixed_chain(text, 2, chain)
-    width_profiles.trees(text, 2, None, tree)
+    width_profiles.trees(text, 2, tree)
     assert (chain.tokens, chain.rows) == (tree.tokens, tree.rows)
 
 
@@ -77,13 +104,19 @@ def test_followed_rows_agree_with_the_text() -> None:
 def test_automatic_widths_hold_their_own(level: float) -> None:
     """Not far behind the best fixed ones on a short text, from a calibration that knows nothing."""
     text = simulated_draft.simulate(level, 300, 7)
-    outcomes = {f"chain {n}": Outcome() for n in (1, 2, 4, 8, 16)} | {"chain auto": Outcome()}
-    for n in (1, 2, 4, 8, 16):
+    chains, nodes = (1, 2, 4, 8, 16), (4, 8, 16)
+    names = [f"chain {n}" for n in chains] + [f"tree {n}" for n in nodes] + list(width_profiles.RIVALS)
+    outcomes = width_profiles.new_outcomes(names, step_costs.measured_costs(RESULTS))
+    for n in chains:
         width_profiles.fixed_chain(text, n, outcomes[f"chain {n}"])
-    width_profiles.automatic_chain(text, COST, outcomes["chain auto"])
-    for n in (4, 8, 16):
-        width_profiles.trees(text, n, None, outcomes.setdefault(f"tree {n}", Outcome()))
-    width_profiles.trees(text, 16, COST, outcomes.setdefault("tree auto", Outcome()))
-    found = width_profiles.ratios(outcomes, COST, 7.3)
-    assert max(found.values()) < 1.1, found
-    assert outcomes["chain auto"].mean_rows() < 16
+    for n in nodes:
+        width_profiles.trees(text, n, outcomes[f"tree {n}"])
+    for n in (8, 16):
+        width_profiles.automatic_chain(text, n, outcomes[f"chain auto {n}"])
+        width_profiles.trees(text, n, outcomes[f"tree auto {n}"], automatic=True)
+        assert max(outcomes[f"chain auto {n}"].rows) <= n
+        assert max(outcomes[f"tree auto {n}"].rows) <= n
+    found = width_profiles.ratios(outcomes)
+    assert max(ratio for name, ratio in found.items() if name.endswith(" 8")) < 1.1, found
+    assert max(found.values()) < 1.2, found  # rows that do not count are dear
+    assert outcomes["chain auto 16"].mean_rows() < 16
