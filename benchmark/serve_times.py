@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import stock_models
-from serve_arms import Arm, common, speculative
+from serve_arms import Arm, ArmError, common, speculative
 
 Say = Callable[[str], None]
 
@@ -51,14 +51,19 @@ def check(
             rivals = {single: servers.start("stock-t1" if single else "stock-w8", arguments, weights=True)}
             started.append(rivals[single])
         ours = servers.start(f"{pair}-plugin", arguments, STEPS[pair], weights=True)
-        for arm in (*started, ours):
-            say(f"{arm.name} is up, its engine took {arm.ready(options.timeout):.0f} s")
-        say(turns(pair, rivals[single], ours, prompt, options.rounds, record))
+        try:
+            for arm in (*started, ours):
+                say(f"{arm.name} is up, its engine took {arm.ready(options.timeout):.0f} s")
+            say(turns(pair, rivals[single], ours, prompt, options.rounds, record))
+            ours.stop()
+            if not single and "attention_ms" not in record:
+                record |= attention(rivals[single], prompt, work)
+        except ArmError as error:  # the other pairs have servers of their own
+            say(f"FAIL {error}")
+            record["failed"].append(pair if pair not in record["ms"] else "attention")
         ours.stop()
-        if not single and "attention_ms" not in record:
-            record |= attention(rivals[single], prompt, work)
-    for pair in pairs:
-        if pair != "t1":
+    if "attention_ms" in record:
+        for pair in (name for name in record["ms"] if name != "t1"):
             both = zip(record["ms"][pair]["stock"], record["ms"][pair]["plugin"], strict=True)
             record["ratio"][f"{pair}.without_attention"] = [(a - record["attention_ms"]) / b for a, b in both]
     medians = {name: round(statistics.median(values), 3) for name, values in record["ratio"].items()}

@@ -243,6 +243,23 @@ def test_servers_of_the_parts(
     if ranks == 1:
         assert timed["ratio"]["w8.full.without_attention"] == [1.5, 1.5]
 
+    class Dying(Servers):
+        def start(self, name: str, *arguments: Any, **options: Any) -> Arm:
+            made = super().start(name, *arguments, **options)
+            if name == "w8.full-plugin":
+                monkeypatch.setattr(made, "ready", failing)
+            return made
+
+    def failing(_timeout: float) -> float:
+        raise serve_times.ArmError("w8.full-plugin ended")
+
+    said: list[str] = []
+    timed = {"failed": []}
+    serve_times.check(Dying(), tmp_path, tmp_path, options, timed, said.append)  # type: ignore[arg-type]
+    assert timed["failed"] == (["w8.full"] if "w8.full" in pairs else [])
+    assert list(timed["ratio"]) == ["t1"]  # the others go on
+    assert any("w8.full-plugin ended" in line for line in said) is ("w8.full" in pairs)
+
 
 def test_models_of_both_servers(tmp_path: Path) -> None:
     """The rival's folders, with a draft that the kernels can take: taps before the last layer, a block in both
