@@ -5,8 +5,10 @@ second is draft, verify, accept and the draft's context. SGLang's tables stay th
 itself may come before and after any of these.
 """
 
+import logging
+import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +21,15 @@ from sgl_muse_mega.megakernel.scratch import chain_ancestors
 from sgl_muse_mega.serving.tables import LiveTables
 from sgl_muse_mega.speculative.rows import RowPlan
 from sgl_muse_mega.speculative.sampling import SamplingParams
+from sgl_muse_mega.speculative.width import interpolated, only
+
+logger = logging.getLogger(__name__)
+
+TIMED_ROWS = (1, 2, 4, 8, 16)
+REPEATS, WARM_UP = 20, 3
+
+Timer = Callable[[Callable[[], None]], float]
+"""Runs what it is given; ms."""
 
 WITHOUT_END = 2**62  # the server decides when a text ends
 
@@ -44,12 +55,15 @@ class FullStep:
         req_to_token: Tensor,
         full_to_sliding: Tensor | None,
         plan: RowPlan = CHAIN,
+        timer: Timer | None = None,
     ) -> None:
         """req_to_token int32 [requests, positions]; full_to_sliding int64: the sliding pool's slot of a full slot.
 
         plan: trees, of no more nodes than the width, for the server keeps no slots for more; or a chosen width. What a
-        step learns goes on from request to request.
+        step learns goes on from request to request. timer: the first step replaces the plan's costs by times of its
+        own.
         """
+        self._timer = timer
         self._decode, self._width, self._plan = decode, width, plan
         decode.take(plan)
         self._req_to_token, self._full_to_sliding = req_to_token, full_to_sliding
@@ -99,12 +113,37 @@ class FullStep:
         """
         for static, value in ((self._row, row), (self._length, length), (self._anchor, anchor)):
             static.copy_(value)
+        if self._timer:
+            self._measure(self._timer)
+            self._timer = None
         self._replays[0]()
         tables_read()
         self._replays[1]()
         fresh = self._result.clone()
         width = self._width
         return StepResult(fresh[:width], fresh[width : width + 1].to(torch.int32), fresh[-2:-1], fresh[-1:])
+
+    def _measure(self, timer: Timer) -> None:
+        """Costs from replays of the step that is to come, with so many rows that count.
+
+        A step can be repeated: it writes behind the committed rows alone, where the real one writes again, and
+        `_prepare` sets back what it reads. What it learns is set back here.
+        """
+        state, most = self._decode.state, self._plan.nodes or self._width
+        learnt = state.calibration.clone()
+        points = {}
+        for rows in sorted({rows for rows in TIMED_ROWS if rows < most} | {most}):
+            self._decode.take(replace(self._plan, cost=only(rows, most)))
+            times = []
+            for _ in range(WARM_UP + REPEATS):
+                self._replays[0]()
+                times.append(timer(self._replays[1]))
+            points[rows] = statistics.median(times[WARM_UP:])
+        self._plan = replace(self._plan, cost=interpolated(points, most))
+        self._decode.take(self._plan)
+        state.calibration.copy_(learnt)
+        shown = ", ".join(f"{rows}: {ms:.3f}" for rows, ms in points.items())
+        logger.info("Muse megakernel: ms of a step by the rows that count, measured on the first request: %s.", shown)
 
     def _prepare(self) -> None:
         inputs = self._decode.step.inputs

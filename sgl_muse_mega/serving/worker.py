@@ -22,7 +22,7 @@ from sgl_muse_mega.megakernel.mailbox import NoMail
 from sgl_muse_mega.megakernel.place import Place
 from sgl_muse_mega.serving import hooks, switches
 from sgl_muse_mega.serving.draft import draft_weights
-from sgl_muse_mega.serving.full_step import FullStep
+from sgl_muse_mega.serving.full_step import FullStep, Timer
 from sgl_muse_mega.serving.model_config import draft_config
 from sgl_muse_mega.serving.target import TargetMegakernel
 from sgl_muse_mega.speculative.philox import SEED_LIMIT
@@ -149,6 +149,7 @@ def assemble(
         decode,
         width=built.rows,
         plan=row_plan(built.rows),
+        timer=cost_timer(),
         req_to_token=target.req_to_token_pool.req_to_token,
         full_to_sliding=getattr(target.token_to_kv_pool, "full_to_swa_index_mapping", None),
     )
@@ -159,6 +160,21 @@ def row_plan(width: int) -> RowPlan:
     table = switches.cost_table()
     cost = interpolated(read_cost_table(Path(table)), width) if table else default_cost(width)
     return RowPlan(width if switches.tree() else None, cost if switches.automatic_width() else None)
+
+
+def cost_timer() -> Timer | None:
+    """What the first step times itself with, when widths are chosen and no table says by which costs."""
+    return gpu_ms if switches.automatic_width() and not switches.cost_table() else None
+
+
+def gpu_ms(enqueue: Callable[[], None]) -> float:
+    """ms on the stream that runs what `enqueue` enqueues."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    enqueue()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
 
 
 class _AsGreedy:

@@ -1,5 +1,9 @@
 """Whole steps over a server's tables and pools, on the emulated machine, against the step loop on the reference."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +18,7 @@ from sgl_muse_mega.emulator.machine import Launch
 from sgl_muse_mega.emulator.stepper import Emulator
 from sgl_muse_mega.megakernel.accept_step import AcceptStep
 from sgl_muse_mega.megakernel.decode_loop import CHAIN
+from sgl_muse_mega.megakernel.decode_request import read_report
 from sgl_muse_mega.megakernel.decode_step import DecodeStep
 from sgl_muse_mega.megakernel.draft_instance import TargetEnds
 from sgl_muse_mega.megakernel.draft_scratch import DecodeState
@@ -22,6 +27,7 @@ from sgl_muse_mega.megakernel.draft_weights import prepare_draft
 from sgl_muse_mega.megakernel.step import Step
 from sgl_muse_mega.megakernel.weights import prepare
 from sgl_muse_mega.reference.backend import ReferenceBackend
+from sgl_muse_mega.serving import full_step
 from sgl_muse_mega.serving.full_step import FullStep
 from sgl_muse_mega.speculative.generate import generate
 from sgl_muse_mega.speculative.rows import RowPlan
@@ -64,11 +70,67 @@ SAMPLED = SamplingParams(temperature=0.9, top_k=40, top_p=0.97, seed=5)
 COST = (1 + 0.05 * np.arange(9)).astype(np.float32)
 
 
+WRONG = (1 + 5 * np.arange(9)).astype(np.float32)
+
+
+def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Medians behind the warm-up, every step from where the real one starts, and nothing is learnt from them."""
+    monkeypatch.setattr(full_step, "REPEATS", 3)
+    learnt, plans, calls = torch.tensor([5, 3]), [], []
+    state = SimpleNamespace(calibration=learnt.clone())
+
+    def take(plan: RowPlan) -> None:
+        state.calibration.zero_()
+        assert plan.cost is not None
+        plans.append(plan)
+
+    def step() -> None:
+        calls.append("step")
+        state.calibration += 1
+
+    def timer(enqueue: Callable[[], None]) -> float:
+        enqueue()
+        rows = int(plans[-1].cost[1:].argmin()) + 1  # all others cost too much
+        repeat = calls.count("step") % 6
+        return (5.0 + rows) + (-1.0 if repeat == 5 else 100.0 if repeat in (1, 2, 3) else 0.0)
+
+    full = object.__new__(full_step.FullStep)
+    full._plan, full._width, full._replays = RowPlan(6, WRONG), WIDTH, [lambda: calls.append("prepare"), step]
+    full._decode = SimpleNamespace(state=state, take=take)  # type: ignore[assignment]
+    full._measure(timer)
+    assert calls == ["prepare", "step"] * 4 * 6
+    assert [plan.nodes for plan in plans] == [6] * 5
+    assert plans[-1] is full._plan
+    assert plans[-1].cost.tolist() == [0, 6, 7, 8, 9, 10, 11]
+    assert torch.equal(state.calibration, learnt)
+
+
 @pytest.mark.parametrize(
-    ("seed", "params", "plan"), [(1, SamplingParams(), CHAIN), (2, SAMPLED, CHAIN), (3, SAMPLED, RowPlan(WIDTH, COST))]
+    ("seed", "params", "plan", "measures"),
+    [
+        (1, SamplingParams(), CHAIN, False),
+        (2, SAMPLED, CHAIN, False),
+        (3, SAMPLED, RowPlan(WIDTH, COST), False),
+        (4, SAMPLED, RowPlan(cost=COST), True),
+    ],
 )
-def test_text_of_a_request(seed: int, params: SamplingParams, plan: RowPlan) -> None:
+def test_text_of_a_request(
+    seed: int, params: SamplingParams, plan: RowPlan, measures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the first step measures the costs that are then gone by: nothing of the request is disturbed."""
     torch.set_num_threads(1)
+    monkeypatch.setattr(full_step, "TIMED_ROWS", (1,))
+    monkeypatch.setattr(full_step, "REPEATS", 1)
+    monkeypatch.setattr(full_step, "WARM_UP", 0)
+    timed: list[int] = []
+
+    def timer(enqueue: Callable[[], None]) -> float:
+        enqueue()
+        report = read_report(state, 1)
+        assert report is not None
+        timed.append(report.rows)
+        return float(COST[report.rows])
+
     config, draft_config = load_target_config(tiny.target_directory()), load_draft_config(tiny.draft_directory())
     weights, draft_weights = (
         load_target(tiny.target_directory(), config),
@@ -97,8 +159,9 @@ def test_text_of_a_request(seed: int, params: SamplingParams, plan: RowPlan) -> 
     accept.use_caches(caches, [config.is_full(index) for index in range(config.num_hidden_layers)])
     decode = DecodeStep(step, draft, accept, state)
     full = FullStep(
-        decode, width=WIDTH, req_to_token=server.req_to_token, full_to_sliding=server.full_to_sliding, plan=plan
-    )
+        decode, width=WIDTH, req_to_token=server.req_to_token, full_to_sliding=server.full_to_sliding,
+        plan=replace(plan, cost=WRONG) if measures else plan, timer=timer if measures else None,
+    )  # fmt: skip
     decode.declare(caches)
     full.capture()  # runs a step of nobody
     full.use(params)
@@ -131,4 +194,5 @@ def test_text_of_a_request(seed: int, params: SamplingParams, plan: RowPlan) -> 
     assert step.inputs.ancestors.tolist() == [(2 << row) - 1 for row in range(8)]  # as the server's own steps need it
     assert int(step.inputs.live) == 8
     assert len(told) == len(read)
+    assert timed == ([1, WIDTH] if measures else [])
     assert len(read) == len(steps) - 1  # as many drafts are kept, so the draft's context is right, too

@@ -207,6 +207,7 @@ def test_draft_weights_by_name(runner: Any, tmp_path: Path) -> None:
 
 def test_rows_that_the_switches_ask_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert not worker.row_plan(8).learns
+    assert worker.cost_timer() is None
     monkeypatch.setenv(switches.TREE, "1")
     plan = worker.row_plan(8)
     assert (plan.nodes, plan.cost) == (8, None)
@@ -215,13 +216,36 @@ def test_rows_that_the_switches_ask_for(monkeypatch: pytest.MonkeyPatch, tmp_pat
     plan.check(8)
     assert plan.cost is not None
     assert plan.cost[8] > plan.cost[1] > 0
+    assert worker.cost_timer() is worker.gpu_ms
     (tmp_path / "costs.json").write_text('{"1": 2.0, "8": 9.0}')
     monkeypatch.setenv(switches.COST_TABLE, str(tmp_path / "costs.json"))
     monkeypatch.delenv(switches.TREE)
+    assert worker.cost_timer() is None
     plan = worker.row_plan(8)
     assert plan.nodes is None
     assert plan.cost is not None
     assert plan.cost.tolist() == [0, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_time_on_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            events.append("event")
+
+        def synchronize(self) -> None:
+            events.append("waited")
+
+        def elapsed_time(self, _end: Any) -> float:
+            return 6.25
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    assert worker.gpu_ms(lambda: events.append("step")) == 6.25
+    assert events == ["event", "step", "event", "waited"]
 
 
 def test_a_step_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
