@@ -80,6 +80,7 @@ class LiveTables:
         pages = self._inputs.full_pages
         count = min(len(pages), req_to_token.shape[1])
         pages[:count].copy_(req_to_token.index_select(0, row)[0, :count])
+        pages[count:].zero_()  # rows beyond the server's table go to the slot of nobody
         if full_to_sliding is None:
             return
         start = (self._inputs.length - self._window).clamp_(min=0)

@@ -75,6 +75,18 @@ def test_live_tables(length: int) -> None:
     assert torch.equal(made.sliding_pages[seen].long(), mapping[requests[1, seen].long()])
 
 
+def test_rows_beyond_the_table_go_to_the_slot_of_nobody() -> None:
+    """A step that starts at the end of the context has rows for which the server keeps no slots."""
+    made, short = inputs(), POSITIONS - 4
+    made.full_pages.fill_(77)  # of another request's step
+    made.sliding_pages.fill_(77)
+    made.length.fill_(short - 3)
+    table = torch.arange(1, short + 1, dtype=torch.int32)[None]
+    LiveTables(made, window=WINDOW).copy(table, torch.tensor([0]), torch.arange(POSITIONS + 1))
+    assert made.full_pages.tolist() == [*range(1, short + 1), 0, 0, 0, 0]
+    assert made.sliding_pages[short - 3 :].tolist() == [short - 2, short - 1, short, 0, 0, 0, 0]
+
+
 def test_a_model_without_sliding_layers() -> None:
     made = inputs()
     LiveTables(made, window=WINDOW).copy(torch.ones(1, POSITIONS, dtype=torch.int32), torch.tensor([0]), None)
