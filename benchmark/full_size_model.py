@@ -51,6 +51,10 @@ class Sizes:
         fields = config.model_dump() | lists | {"quantization": quantization}
         return TargetConfig.model_validate(fields)
 
+    def stock_shape(self, width: int) -> str:
+        """The same sizes for the rival's make_models.py, which knows no tiny ones."""
+        return f"{self.layers} {self.experts} {self.top_k} {self.heads} {self.heads // 8} {width}"
+
     def draft(self, target: TargetConfig) -> DraftConfig:
         if not self.tiny:
             return spark_draft(target)

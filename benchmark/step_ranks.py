@@ -22,7 +22,7 @@ from typing import Any
 
 import stock_step
 import torch
-from full_size import begin
+from full_size_case import begin
 from full_size_model import Model, Sizes
 from rank_workers import Found, Tell, run_on_emulator, run_on_gpus
 
@@ -164,7 +164,7 @@ def judge_times(found: Found, arguments: argparse.Namespace, left: float) -> dic
     if arguments.stock:
         rival = stock_step.run_stock(
             arguments.stock.resolve(), arguments.accept_length, 256, True, left, ranks=arguments.ranks,
-            layers=arguments.layers,
+            shape=stock_step.stock_shape(arguments.layers, arguments.ranks),
         )  # fmt: skip
         ratios = [stock / ms for stock in rival["ms"]]
         print(f"stock: {', '.join(f'{each:.3f}' for each in rival['ms'])} ms per step, {ratios[0]:.3f} times ours")

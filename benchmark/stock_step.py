@@ -22,7 +22,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 LAYERS, RANK_OF, WIDTH, CONTEXT, PROFILED_TOKENS = 14, 4, 8, 1024, 48
@@ -60,19 +62,29 @@ def stock_shape(layers: int, ranks: int) -> str:
 
 
 def run_stock(
-    folder: Path, accept_length: float, tokens: int, profile: bool, timeout: float, ranks: int = 1, layers: int = LAYERS
-) -> dict[str, Any]:
-    """ms per step of every repeat; with a profile, also ms of the attention kernels per step."""
-    engine = f"python3 run_engine.py --dir /tmp/stock_step --spec 1 --new {tokens} --prompt {CONTEXT} --width {WIDTH}"
-    engine += f" --acc {accept_length} --tp {ranks}"
+    folder: Path, accept_length: float, tokens: int, profile: bool, timeout: float, *, ranks: int = 1,
+    shape: str = stock_shape(LAYERS, 1), context: int = CONTEXT, server: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:  # fmt: skip
+    """ms per step of every repeat; with a profile, also ms of the attention kernels per step.
+
+    server: arguments of the rival's engine beside those of run_engine.py. A run that fails or is ended after its
+    repeats keeps them, and says under "problem" what happened. Raises RuntimeError without any.
+    """
+    engine = f"python3 run_engine.py --dir /tmp/stock_step --spec 1 --new {tokens} --prompt {context} --width {WIDTH}"
+    engine += f" --acc {accept_length} --tp {ranks} --extra {shlex.quote(json.dumps(dict(server)))}"
     with tempfile.TemporaryDirectory() as traces:
         if profile:
             engine += f" --profile {shlex.quote(traces)}"
-        script = f". ./device.sh && python3 make_models.py /tmp/stock_step {stock_shape(layers, ranks)} && {engine}"
+        script = f". ./device.sh && python3 make_models.py /tmp/stock_step {shape} && {engine}"
         environment = {**os.environ, "STOCK_DIR": str(folder)}
         environment.pop("PYTHONPATH", None)
-        output = call(["bash", "-c", script], folder, timeout, environment)
-    return {"tail": output[-4000:], **parse_stock(output, accept_length)}
+        try:
+            output, problem = call(["bash", "-c", script], folder, timeout, environment), {}
+        except CallError as error:
+            if not STEP.search(error.output):
+                raise
+            output, problem = error.output, {"problem": str(error)}
+    return {"tail": output[-4000:], **problem, **parse_stock(output, accept_length)}
 
 
 def parse_stock(output: str, accept_length: float) -> dict[str, Any]:
@@ -89,6 +101,14 @@ def parse_stock(output: str, accept_length: float) -> dict[str, Any]:
     return found
 
 
+class CallError(RuntimeError):
+    """A command that failed or took too long; output: what it printed."""
+
+    def __init__(self, what: str, output: str) -> None:
+        super().__init__(f"{what}:\n{output[-3000:]}")
+        self.output = output
+
+
 def call(command: list[str], folder: Path | None, timeout: float, environment: dict[str, str] | None = None) -> str:
     """Output of a command; with it end the processes it started."""
     process = subprocess.Popen(
@@ -100,9 +120,9 @@ def call(command: list[str], folder: Path | None, timeout: float, environment: d
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        raise RuntimeError(f"{shlex.join(command)} took more than {timeout:.0f} s:\n{output[-3000:]}") from None
+        raise CallError(f"{shlex.join(command)} took more than {timeout:.0f} s", output) from None
     if process.returncode != 0:
-        raise RuntimeError(f"{shlex.join(command)} failed:\n{output[-3000:]}")
+        raise CallError(f"{shlex.join(command)} failed", output)
     return output
 
 

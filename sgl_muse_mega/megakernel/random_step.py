@@ -99,7 +99,7 @@ def random_weights(
     own = torch.Generator(device).manual_seed(seed + 7907 * rank) if ranks > 1 else generator
 
     def normal(*shape: int, std: float, source: torch.Generator = generator) -> Tensor:
-        return (torch.randn(*shape, generator=source, device=device) * std).to(torch.bfloat16)
+        return torch.randn(*shape, generator=source, device=device).mul_(std).to(torch.bfloat16)
 
     def share(std: float) -> Tensor:
         if local_experts is not None:

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,24 +13,117 @@ BENCHMARK = Path(__file__).parents[2] / "benchmark"
 sys.path.insert(0, str(BENCHMARK))
 
 import full_size  # noqa: E402
+import full_size_report  # noqa: E402
+import full_size_scaling  # noqa: E402
 import rank_workers  # noqa: E402
 import step_ranks  # noqa: E402
+import stock_step  # noqa: E402
+
+ENGINE = """
+import sys
+print("arguments", *sys.argv[1:])
+for rep in range(3):
+    print(f"rep {rep} decode 1.2 s for 256 tokens -> {80000 + rep}.000 ms per step (steps=64), 213.3 tok/s", flush=True)
+"""
+
+
+def rival(folder: Path, after: str) -> Path:
+    """A rival whose engine prints what the real one does, and then does `after`."""
+    (folder / "device.sh").write_text("")
+    (folder / "make_models.py").write_text("import sys; print('shape', *sys.argv[2:])")
+    (folder / "run_engine.py").write_text(ENGINE + after)
+    return folder
 
 
 def test_full_size_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "full.json"
-    given = ["--dry-run", "--ranks", "2", "--rows", "3", "--repeats", "1", "--steps", "1", "--context", "16"]
-    assert full_size.main([*given, "--json", str(path)]) == 0
+    path, stock = tmp_path / "full.json", rival(tmp_path, "print('PROF  9600.0 us  60 x  160.00 us  _fwd_kernel')")
+    given = ["--dry-run", "--ranks", "2", "--rows", "3", "--repeats", "1", "--steps", "3", "--context", "16"]
+    assert full_size.main([*given, "--json", str(path), "--stock", str(stock), "--timeout", "900"]) == 0
     content = json.loads(path.read_text())
     (case,) = content["cases"]
-    assert {"draft", "layers", "layers, loop-back", "NVFP4 layer", "last layer"} <= set(case["us"])
+    assert set(full_size_report.PARTS) | {"layers, loop-back", "draft"} == set(case["parts"])
     assert len(case["ranks"]) == 2
-    assert len(case["distinct_experts"]) == 3
+    assert [len(rank["experts"]) for rank in case["ranks"]] == [3, 3]
+    per_layer = list(zip(*(rank["experts"] for rank in case["ranks"]), strict=True))
+    assert case["experts"]["busiest"] == pytest.approx(sum(map(max, per_layer)) / 3)
+    assert case["experts"]["max"] == max(map(max, per_layer))
+    assert case["bytes"] > 3 * case["nvfp4_layer_bytes"]
     assert set(case["tokens_per_second"]) == {"1.0", "3.0", "3.88", "4.19", "5.37"}
-    assert [answer["equal"] for answer in content["equal"]] == [True, True]
+    assert [(answer["equal"], answer["steps"]) for answer in content["equal"]] == [(True, 3)] * 2
     assert [entry["after"] for entry in content["memory_gb"][0]][:3] == ["draft's share", "layer 0", "layer 2"]
     assert content["environment"]["gpu"] == "cpu"
-    assert "bits of all ranks after 1 steps: equal" in capsys.readouterr().out
+    assert content["stock"]["ms"] == [80000.0, 80001.0, 80002.0]
+    assert content["stock"]["attention_ms"] == pytest.approx(0.8)  # 9.6 ms over 48 / 4 steps
+    assert "shape 3 256 8 128 16 8" in content["stock"]["tail"]
+    assert '--prompt 16 --width 8 --acc 4.0 --tp 2 --extra {"mem_fraction_static": 0.95}' in content["stock"]["tail"]
+    printed = capsys.readouterr().out
+    for line in (
+        "GB held",
+        "model made in",
+        "3 rows: ",
+        "exchanges",
+        "busiest",
+        "of roof",
+        "tokens per second",
+        "host",
+    ):
+        assert line.replace("exchanges", "changes") in printed
+    assert "bits of all ranks after 3 of 3 steps: equal" in printed
+    assert "stock: 80000.000, 80001.000, 80002.000 ms per step" in printed
+
+
+def test_full_size_keeps_what_there_is_time_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, stock = tmp_path / "full.json", rival(tmp_path, "")
+    given = ["--dry-run", "--ranks", "1", "--rows", "2", "--repeats", "1", "--steps", "1", "--context", "16"]
+    assert full_size.main([*given, "--json", str(path), "--stock", str(stock), "--timeout", "20"]) == 1
+    content = json.loads(path.read_text())
+    assert content["cases"] == []
+    assert "not enough" in content["stock"]["left_out"]
+    assert "not measured: 2 rows" in capsys.readouterr().out
+
+
+def test_a_rival_that_fails_late_keeps_its_times(tmp_path: Path) -> None:
+    found = stock_step.run_stock(rival(tmp_path, "raise SystemExit('no profile')"), 4.0, 256, True, 60.0)
+    assert found["ms"] == [80000.0, 80001.0, 80002.0]
+    assert "no profile" in found["problem"]
+    (tmp_path / "run_engine.py").write_text("import time; time.sleep(60)")
+    with pytest.raises(RuntimeError, match="took more than 2 s"):
+        stock_step.run_stock(tmp_path, 4.0, 256, True, 2.0)
+
+
+def measured(ranks: int, layers: int, us: float) -> dict[str, Any]:
+    """A file of full_size.py whose NVFP4 layers take `us` and read 1 GB on the busiest rank, everything else 1 ms."""
+    between, names = layers - 2, {"layers", "layers, loop-back", "draft", *full_size_report.PARTS} - {"NVFP4 layer"}
+    one = {
+        "rows": 8, "step_us": [between * us + 1000.0] * 3, "gap_us": [0.0], "experts": [20] * layers,
+        "experts_loop_back": [18] * layers, "layer_bytes": [0, *[10**9] * between, 0], "other_bytes": 0,
+        "us": {name: [100.0] for name in names} | {"NVFP4 layers": [between * us]},
+    }  # fmt: skip
+    less = {**one, "layer_bytes": [0] * layers, "experts": [10] * layers}
+    found = rank_workers.Found([[("case", case)] for case in [one, less][:ranks]])
+    content = full_size_report.report(found, ranks=len(found.told), layers=layers, context=1, rows=(8,), steps=0)
+    return {**content, "sizes": {"ranks": ranks, "layers": layers, "experts": 256}}
+
+
+def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = []
+    for ranks, layers, us in ((1, 11, 800.0), (2, 29, 400.0), (4, 62, 200.0)):
+        content = measured(ranks, layers, us)
+        if ranks == 4:
+            content["stock"] = {"ms": [26.0, 27.0, 25.0]}
+        files.append(tmp_path / f"{ranks}.json")
+        files[-1].write_text(json.dumps(content))
+    found = [point for path in files for point in full_size_scaling.points(json.loads(path.read_text()))]
+    assert [point.scaled_ms for point in found] == pytest.approx([49.0, 25.0, 13.0])
+    roof = 60 / full_size_report.ROOF_GB_S * 1e3
+    assert [point.scaled_roof_ms for point in found] == pytest.approx([roof] * 3)
+    capsys.readouterr()
+    plot = tmp_path / "plot.svg"
+    assert full_size_scaling.main([*map(str, files), "--plot", str(plot)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    times = ["13.000", "200.0", "216.7", "13.000", f"{roof:.3f}", "1.000", "3.769", "413.1"]
+    assert lines[-1] == ["8", "4", "62", *times, "26.000", "2.000"]
+    assert "of 62 layers" in plot.read_text()
 
 
 def test_texts_are_judged(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,207 @@
+"""What one rank of `full_size.py` measures: one number of rows, and equal bits over thousands of steps."""
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from full_size_model import Model, Sizes
+from torch import Tensor
+
+from sgl_muse_mega.commands.step_times import WARM_UP, timed_steps
+from sgl_muse_mega.megakernel.decode_loop import DecodeLoop
+from sgl_muse_mega.megakernel.machine import Machine
+from sgl_muse_mega.megakernel.mailbox import LoopBack
+from sgl_muse_mega.megakernel.place import Place
+from sgl_muse_mega.megakernel.step import Step
+from sgl_muse_mega.speculative.sampling import SamplingParams
+
+BEGIN_AGAIN = 200  # steps of a sequence: random weights seldom keep a draft, so a context grows slowly
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    sizes: Sizes
+    rows: tuple[int, ...]
+    context: int
+    repeats: int
+    steps: int  # at the end, for equal bits
+    seed: int
+    end: float  # of time.monotonic(): nothing is begun after it
+
+
+def late(place: Place, options: Options) -> bool:
+    """Whether any rank finds that the time is over; all ranks call it together."""
+    return b"1" in place.group.gather(b"%d" % (time.monotonic() > options.end))
+
+
+class Case:
+    """One number of rows."""
+
+    def __init__(
+        self, model: Model, loop: DecodeLoop, machine: Machine, place: Place, options: Options, rows: int
+    ) -> None:
+        self.model, self.loop, self.machine, self.place = model, loop, machine, place
+        self.options, self.rows = options, rows
+
+    def measure(self) -> dict[str, Any]:
+        """us of every repeat of the step and of its parts; of every layer this rank's experts and bytes."""
+        loop, rows = self.loop, self.rows
+        decode, step, draft = loop.decode, loop.decode.step, loop.decode.draft
+        assert draft is not None
+        begin(loop, self.options.context, rows)
+        experts, sizes = self.experts(step)
+        back, us = self.loop_back() if self.place.ranks > 1 else ([], {})
+        layers = list(range(len(step.weights.layers)))
+        parts: dict[str, Callable[[], None]] = {
+            "layers": lambda: verify(step, rows),
+            "first layer": lambda: each(step, layers[:1], rows),
+            "NVFP4 layers": lambda: each(step, layers[1:-1], rows),
+            "last layer": lambda: each(step, layers[-1:], rows),
+            "target head": lambda: decode.launch_head(rows),
+            "accept": lambda: decode.accept.launch(rows),
+            "draft context": lambda: draft.launch_context(rows),
+        }
+        if rows > 1:  # no block by itself: alone, one rank's would run ahead of the others
+            parts["draft"] = lambda: draft.launch(rows)
+            parts["draft head"] = lambda: draft.launch_head(rows)
+        us |= {name: self.timed(enqueue) for name, enqueue in parts.items()}
+        whole, gaps = self.steps()
+        return {
+            "rows": rows, "us": us, "step_us": whole, "gap_us": gaps, "experts": experts, "experts_loop_back": back,
+            "layer_bytes": sizes, "other_bytes": self.other_bytes(),
+        }  # fmt: skip
+
+    def loop_back(self) -> tuple[list[int], dict[str, list[float]]]:
+        """The same layers with mailboxes of this rank's own: the same stores, polls and sums, and no wire.
+
+        Its rows are others, so its experts are; of every layer how many, and us of all layers.
+        """
+        loop, options = self.loop, self.options
+        whole = loop.decode.step
+        step = Step(
+            self.model.config, self.model.weights, self.machine, row_cap=loop.width_limit,
+            max_context=options.context + loop.width_limit, kv_dtype="bf16" if options.sizes.tiny else "fp8",
+            taps=whole.taps_after, mail=LoopBack(self.place.ranks, self.place.rank),
+        )  # fmt: skip
+        step.use_caches(loop.caches)
+        for name in ("positions", "length", "full_slots", "sliding_slots"):
+            getattr(step.inputs, name).copy_(getattr(whole.inputs, name))
+        for name in ("full_pages", "sliding_pages"):
+            pages = getattr(step.inputs, name)
+            pages.copy_(getattr(whole.inputs, name)[: len(pages)])
+        # Nobody else would send the embeddings of other ranks' tokens.
+        step.inputs.token_ids.copy_(step.first_token + torch.arange(loop.width_limit))
+        self.machine.attach(step, loop.caches)
+        experts, _ = self.experts(step)
+        found = {"layers, loop-back": self.timed(lambda: verify(step, self.rows))}
+        loop.decode.declare(loop.caches)
+        return experts, found
+
+    def experts(self, step: Step) -> tuple[list[int], list[int]]:
+        """Of every layer, this rank's experts that these rows use, and the bytes of weights that are read for them."""
+        rows = self.rows
+        step.launch_embed(rows)
+        self.machine.synchronize()
+        distinct, sizes = [], []
+        for index, layer in enumerate(step.weights.layers):
+            step.launch_layer(index, rows)
+            self.machine.synchronize()
+            ids = step.activations.route_ids[:rows] - layer.first_expert
+            local = layer.down.shape[0]
+            distinct.append(int(ids[(ids >= 0) & (ids < local)].unique().numel()))
+            scales = [t for t in (layer.gate_up_block_scale, layer.down_block_scale) if t is not None]
+            dense = bytes_of(layer.qkv, layer.o_proj, layer.router, layer.pre_expert_proj, layer.post_expert_proj)
+            sizes.append(dense + distinct[-1] * bytes_of(layer.gate_up, layer.down, *scales) // local)
+        return distinct, sizes
+
+    def other_bytes(self) -> int:
+        """Weights of draft and heads that a step reads."""
+        draft = self.loop.decode.draft
+        assert draft is not None
+        weights = draft.weights
+        size = bytes_of(weights.lm_head, weights.fusion)
+        kv_rows = 2 * draft.instance.kv_heads * draft.instance.head_dim
+        size += len(weights.layers) * kv_rows * draft.instance.hidden * 2
+        if self.rows > 1:
+            size += bytes_of(weights.lm_head, weights.hidden_projection)
+            size += sum(bytes_of(*(getattr(layer, name) for name in layer.__slots__)) for layer in weights.layers)
+        return size
+
+    def timed(self, enqueue: Callable[[], None]) -> list[float]:
+        """us of every repeat of a graph of these launches; all ranks do the same."""
+        begin(self.loop, self.options.context, self.rows)
+        self.place.meet()
+        if self.machine.device.type != "cuda":
+            return [wall_us(self.machine, enqueue) for _ in range(self.options.repeats)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            enqueue()
+        self.place.meet()
+        times = []
+        for _ in range(self.options.repeats + 3):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            times.append((start, end))
+        self.machine.synchronize()
+        return [start.elapsed_time(end) * 1e3 for start, end in times[3:]]
+
+    def steps(self) -> tuple[list[float], list[float]]:
+        """us of whole steps, and us between them while the host reads every report."""
+        loop = self.loop
+        begin(loop, self.options.context, self.rows)
+        self.place.meet()
+        if self.machine.device.type != "cuda":
+            return [wall_us(self.machine, loop.next_step) for _ in range(self.options.repeats)], [0.0]
+        return timed_steps(loop, self.options.repeats + WARM_UP)
+
+
+def equal_bits(loop: DecodeLoop, machine: Machine, place: Place, options: Options) -> dict[str, Any]:
+    """Whether all ranks report the same tokens and have the same stream after every `BEGIN_AGAIN` steps.
+
+    Ends with the first difference, and when the time is over: "steps" says how many there were.
+    """
+    rows = min(max(options.rows), loop.width_limit)
+    digest, steps, tokens, equal = hashlib.sha256(), 0, 0, True
+    while equal and steps < options.steps and not late(place, options):
+        begin(loop, options.context, rows)
+        for _ in range(min(BEGIN_AGAIN, options.steps - steps)):
+            report = loop.next_step()
+            steps, tokens = steps + 1, tokens + len(report.tokens)
+            digest.update(repr((steps, report.tokens, report.length)).encode())
+        machine.synchronize()
+        stream = loop.decode.step.activations.stream[:rows].cpu().contiguous()
+        digest.update(stream.view(torch.uint8).numpy().tobytes())
+        equal = len(set(place.group.gather(digest.digest()))) == 1
+    return {"steps": steps, "rows": rows, "tokens": tokens, "equal": equal and steps > 0}
+
+
+def begin(loop: DecodeLoop, context: int, rows: int) -> None:
+    """Starts decoding behind token 5 after the context."""
+    loop.length = context
+    loop.begin(5, SamplingParams(), width=rows, max_new_tokens=1 << 40, stop_ids=())
+
+
+def verify(step: Step, rows: int) -> None:
+    step.launch_embed(rows)
+    each(step, list(range(len(step.weights.layers))), rows)
+
+
+def each(step: Step, layers: list[int], rows: int) -> None:
+    for index in layers:
+        step.launch_layer(index, rows)
+
+
+def wall_us(machine: Machine, action: Callable[[], Any]) -> float:
+    start = time.monotonic()
+    action()
+    machine.synchronize()
+    return (time.monotonic() - start) * 1e6
+
+
+def bytes_of(*tensors: Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
