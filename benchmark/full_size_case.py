@@ -52,6 +52,7 @@ class Case:
         decode, step, draft = loop.decode, loop.decode.step, loop.decode.draft
         assert draft is not None
         begin(loop, self.options.context, rows)
+        self.place.meet()
         experts, sizes = self.experts(step)
         back, us = self.loop_back() if self.place.ranks > 1 else ([], {})
         layers = list(range(len(step.weights.layers)))
