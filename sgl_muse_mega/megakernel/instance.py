@@ -193,12 +193,11 @@ class Instance:
             attention_scale=config.attention_scale,
             head_dim=config.head_dim,
             ranks=ranks,
-            **({"staged_split": STAGED_SPLIT} | tuning),
+            **tuning,
         )
-        if "staged_split" not in tuning and not instance.has_room_to_stage:
-            instance = replace(instance, staged_split=0)
         instance.check()
-        return instance
+        staged = replace(instance, staged_split=STAGED_SPLIT)
+        return staged if "staged_split" not in tuning and staged.has_room_to_stage else instance
 
     def check(self) -> None:
         """Raises UserError with all reasons why the kernels cannot be built for these sizes."""
