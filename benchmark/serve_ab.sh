@@ -120,6 +120,10 @@ for round in $(seq "$rounds"); do
         python3 "$here/bench_gsm8k.py" --url "http://127.0.0.1:$port" --json "$out/$name.json" "${questions[@]}" "$@" ||
             failed=1
         stop_server
+        if grep -q "no step runs whole" "$out/$name.log"; then
+            echo "error: $name ran SGLang's own DFLASH steps" >&2
+            failed=1
+        fi
         grep -hE "(NVIDIA|Muse) megakernel" "$out/$name.log" | tail -n 4 | cut -c 1-400 || true
     done
 done

@@ -9,10 +9,15 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+PROMISED = {  # by SGLANG_MUSE_MEGA_STEP
+    "target": ("NVIDIA megakernel: active",),
+    "full": ("NVIDIA megakernel: active", "steps of one request, greedy or sampled, run whole"),
+}
 
 
 class ArmError(RuntimeError):
@@ -47,8 +52,16 @@ def _distribution(folder: Path, name: str, version: str, entries: dict[str, str]
 class Arm:
     """One server; `start` returns at once, `ready` waits."""
 
-    def __init__(self, name: str, arguments: dict[str, Any], environment: dict[str, str], logs: Path) -> None:
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        arguments: dict[str, Any],
+        environment: dict[str, str],
+        logs: Path,
+        promised: Sequence[str] = (),
+    ) -> None:
+        """promised: what the log must say once the server is up, lest another path is measured than was asked for."""
+        self.name, self._promised = name, promised
         self.log = logs / f"{name}.log"
         self._buffer = b""
         file = Path(tempfile.mkstemp(suffix=".json")[1])
@@ -65,7 +78,11 @@ class Arm:
 
     def ready(self, timeout: float) -> float:
         """Seconds the engine took to start. Raises ArmError."""
-        return float(self._reply(timeout)["ready"])
+        seconds = float(self._reply(timeout)["ready"])
+        missing = [promise for promise in self._promised if not self.lines(promise)]
+        if missing:
+            raise ArmError(f"{self.name} is up and its log does not say {missing}:\n{self.tail()}")
+        return seconds
 
     def ask(self, operation: str, timeout: float = 240.0, **options: Any) -> Any:
         """Raises ArmError when the server fails or takes longer."""
@@ -131,7 +148,7 @@ class Servers:
             environment["SGLANG_MUSE_MEGA_STEP"] = step
         if weights:
             environment["SERVE_CHECK_WEIGHTS"] = "1"
-        arm = Arm(name, arguments, environment, self._logs)
+        arm = Arm(name, arguments, environment, self._logs, PROMISED.get(step or "", ()))
         self.arms.append(arm)
         return arm
 

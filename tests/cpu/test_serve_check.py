@@ -13,6 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))
 
+import serve_arms
 import serve_cases
 import serve_texts
 import serve_weights
@@ -279,3 +280,15 @@ nested = {"target_layer_ids": [0, layers - 1], "block_size": 8}
     assert draft == {"hidden_size": 64, "is_causal": False, "dflash_config": nested}
     assert [stock_models.taps(layers)[-1] for layers in (6, 14, 62)] == [4, 12, 60]
     assert len(set(stock_models.taps(6))) == 5
+
+
+def test_a_server_that_runs_something_else_is_not_measured(tmp_path: Path) -> None:
+    arm = object.__new__(serve_arms.Arm)
+    arm.name, arm.log, arm._promised = "full", tmp_path / "full.log", serve_arms.PROMISED["full"]
+    arm._reply = lambda _timeout: {"ready": 3.0}  # type: ignore[method-assign]
+    arm.log.write_text("NVIDIA megakernel: active (sgl-muse-mega)\nMuse megakernel: no step runs whole, as with")
+    with pytest.raises(serve_arms.ArmError, match=r"does not say \['steps of one request"):
+        arm.ready(1.0)
+    with arm.log.open("a") as log:
+        log.write("\nMuse megakernel: steps of one request, greedy or sampled, run whole (draft, ...")
+    assert arm.ready(1.0) == 3.0
