@@ -4,10 +4,12 @@
 
 No GPU. Steps are counted by running the rules themselves (`sgl_muse_mega.speculative`); their times are scaled from
 whole steps of one H200 as one rank of four (`step_costs.py`). The profiles are those of `simulated_draft` at the accept
-lengths of the published cards; the tiny pair runs on the reference backend, greedy. Several minutes.
+lengths of the published cards; the tiny pair runs on the reference backend, greedy. A quarter of an hour on one core;
+after new costs `--earlier FILE` takes what does not depend on them from the results of a run before.
 """
 
 import argparse
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ from sgl_muse_mega import results
 from sgl_muse_mega.checkpoint import tiny
 from sgl_muse_mega.commands.pair import Pair, PairOptions
 from sgl_muse_mega.commands.problems import read_problems
+from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.results import Figure
 from sgl_muse_mega.speculative.backend import DraftBlock
 from sgl_muse_mega.speculative.calibration import State, default_prior, updated
@@ -120,11 +123,38 @@ def followed(tree: Tree, truth: list[int]) -> list[int]:
         path.append(row)
 
 
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What does not depend on costs, from the results of a run of the same texts: levels and fixed widths' steps."""
+
+    levels: Mapping[str, float] = field(default_factory=dict)
+    profiles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path, options: Mapping[str, int]) -> "Earlier":
+        """Raises UserError when the run had other texts."""
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["options"] != options:
+            raise UserError(f"{path} is of a run of {content['options']}, this one is of {options}; make them equal.")
+        return cls(content["levels"], content["profiles"])
+
+    def fill(self, title: str, outcomes: Mapping[str, Outcome]) -> set[str]:
+        """Enters the steps of fixed widths; names of those that are done."""
+        found = {name: o for name, o in self.profiles.get(title, {}).items() if name in outcomes and "auto" not in name}
+        for name, earlier in found.items():
+            outcomes[name].tokens = earlier["tokens"]
+            outcomes[name].rows.update({int(rows): steps for rows, steps in earlier["rows"].items()})
+        return set(found)
+
+
 def simulated(
-    accept_length: float, rough: bool, costs: Costs, positions: int, texts: int, progress: Callable[[str], None]
+    title: str, costs: Costs, positions: int, texts: int, earlier: Earlier, progress: Callable[[str], None]
 ) -> tuple[float, dict[str, Outcome]]:
     """The fitted level, and every way's steps through the texts."""
-    level = simulated_draft.fitted_level(accept_length, positions, range(texts), rough)
+    name, _, rough = title.partition(", ")
+    level = earlier.levels.get(title)
+    if level is None:
+        level = simulated_draft.fitted_level(PROFILES[name], positions, range(texts), bool(rough))
     ways: dict[str, Callable[[Text, Outcome], None]] = {
         f"chain {n}": lambda text, outcome, n=n: fixed_chain(text, n, outcome) for n in CHAINS
     }
@@ -133,10 +163,11 @@ def simulated(
         ways[f"chain auto {n}"] = lambda text, outcome, n=n: automatic_chain(text, n, outcome)
         ways[f"tree auto {n}"] = lambda text, outcome, n=n: trees(text, n, outcome, automatic=True)
     outcomes = new_outcomes(ways, costs)
+    done = earlier.fill(title, outcomes)
     for seed in range(texts):
-        text = simulated_draft.simulate(level, positions, seed, rough)
-        for name, way in ways.items():
-            way(text, outcomes[name])
+        text = simulated_draft.simulate(level, positions, seed, bool(rough))
+        for name in ways.keys() - done:
+            ways[name](text, outcomes[name])
         progress(f"text {seed + 1} of {texts}")
     return level, outcomes
 
@@ -147,7 +178,7 @@ def new_outcomes(names: Iterable[str], costs: Costs) -> dict[str, Outcome]:
     return {name: Outcome(chosen[int(name.split()[-1])] if "auto" in name else fixed) for name in names}
 
 
-def tiny_pair(costs: Costs, limit: int, progress: Callable[[str], None]) -> dict[str, Outcome]:
+def tiny_pair(costs: Costs, limit: int, earlier: Earlier, progress: Callable[[str], None]) -> dict[str, Outcome]:
     """The bundled pair's first problems, greedy, on the reference backend; what is learnt is carried on."""
     pair = Pair(PairOptions(None, None, False, "reference", "bf16", BLOCK))
     problems = read_problems(tiny.problems_path(), limit)
@@ -160,8 +191,9 @@ def tiny_pair(costs: Costs, limit: int, progress: Callable[[str], None]) -> dict
         plans[f"chain auto {n}"] = (n, RowPlan(cost=costs.of_chosen(n)))
         plans[f"tree auto {n}"] = (BLOCK, RowPlan(nodes=n, cost=costs.of_chosen(n)))
     outcomes = new_outcomes(plans, costs)
-    for name, (width, plan) in plans.items():
-        outcome = outcomes[name]
+    done = earlier.fill("tiny pair", outcomes)
+    for name in [name for name in plans if name not in done]:
+        (width, plan), outcome = plans[name], outcomes[name]
         state: State | None = None
         for prompt in prompts:
             generation = generate(
@@ -173,7 +205,7 @@ def tiny_pair(costs: Costs, limit: int, progress: Callable[[str], None]) -> dict
             state = generation.calibration if plan.learns else None
             outcome.tokens += generation.stats.completion_tokens - 1
             outcome.rows.update(generation.stats.rows_per_step)
-        progress(name)
+        progress(f"tiny pair: {name}")
     return outcomes
 
 
@@ -248,6 +280,7 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=1500, help="tokens of a simulated text")
     parser.add_argument("--texts", type=int, default=6, help="simulated texts of a profile; each learns from nothing")
     parser.add_argument("--problems", type=int, default=40, help="problems of the tiny pair")
+    parser.add_argument("--earlier", type=Path, help="results of a run whose fixed widths are taken as they are")
     parser.add_argument("--plot", type=Path, help="draw to this file")
     parser.add_argument("--save", action="store_true", help="write the results and the named figures")
     options = parser.parse_args()
@@ -259,16 +292,16 @@ def main() -> None:
         console.print(f"ms of a step, {name}:", {n: round(ms, 2) for n, ms in points.items()})
     console.print(f"plain {costs.plain:.2f}")
 
+    texts = {"positions": options.positions, "texts": options.texts, "problems": options.problems}
+    earlier = Earlier.read(options.earlier, texts) if options.earlier else Earlier()
     profiles: dict[str, dict[str, Outcome]] = {}
     levels = {}
-    for rough in (False, True):
-        for name, accept_length in PROFILES.items():
-            title = f"{name}, rough draft" if rough else name
-            levels[title], profiles[title] = simulated(
-                accept_length, rough, costs, options.positions, options.texts,
-                lambda done, title=title: console.print(f"{title}: {done}", style="dim"),
-            )  # fmt: skip
-    profiles["tiny pair"] = tiny_pair(costs, options.problems, lambda name: console.print(f"tiny pair: {name}"))
+    for title in [*PROFILES, *(f"{name}, rough draft" for name in PROFILES)]:
+        levels[title], profiles[title] = simulated(
+            title, costs, options.positions, options.texts, earlier,
+            lambda done, title=title: console.print(f"{title}: {done}", style="dim"),
+        )  # fmt: skip
+    profiles["tiny pair"] = tiny_pair(costs, options.problems, earlier, console.print)
     report(console, profiles)
     against = {title: ratios(outcomes) for title, outcomes in profiles.items()}
     gains = {t: o["tree 8"].accept_length / o["chain 8"].accept_length for t, o in profiles.items()}
@@ -283,7 +316,7 @@ def main() -> None:
             "tree.t8.accept_gain": Figure.of(list(gains.values()), "ratio"),
         }
         content: dict[str, Any] = {
-            "options": {"positions": options.positions, "texts": options.texts, "problems": options.problems},
+            "options": texts,
             "cost_files": {"parts": STEP_FILE, **COST_FILES},
             "step_ms": {"fixed": costs.fixed, "chosen": costs.chosen, "plain": costs.plain},
             "levels": levels,

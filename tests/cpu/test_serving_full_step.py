@@ -110,7 +110,7 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (1, SamplingParams(), CHAIN, False),
         (2, SAMPLED, CHAIN, False),
-        (3, SAMPLED, RowPlan(WIDTH, COST), False),
+        (3, SAMPLED, RowPlan(WIDTH, COST), True),
         (4, SAMPLED, RowPlan(cost=COST), True),
     ],
 )

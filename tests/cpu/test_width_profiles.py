@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.speculative.calibration import default_prior
 from sgl_muse_mega.speculative.tree import grow
 from sgl_muse_mega.speculative.width import COMPOSED_COST, default_cost
@@ -120,3 +121,23 @@ def test_automatic_widths_hold_their_own(level: float) -> None:
     assert max(ratio for name, ratio in found.items() if name.endswith(" 8")) < 1.1, found
     assert max(found.values()) < 1.2, found  # rows that do not count are dear
     assert outcomes["chain auto 16"].mean_rows() < 16
+
+
+def test_what_does_not_depend_on_costs_is_taken_from_an_earlier_run(tmp_path: Path) -> None:
+    costs = step_costs.measured_costs(RESULTS)
+    texts = {"positions": 60, "texts": 1, "problems": 0}
+    told: list[str] = []
+    level, made = width_profiles.simulated("AIME, rough draft", costs, 60, 1, width_profiles.Earlier(), told.append)
+    path = tmp_path / "results.json"
+    rows = {name: {"tokens": o.tokens, "rows": o.rows} for name, o in made.items()}
+    changed = {**rows, "chain auto 8": {"tokens": 9, "rows": {"9": 1}}, "chain 4": {"tokens": 77, "rows": {"4": 20}}}
+    profiles = {"AIME, rough draft": changed}
+    path.write_text(json.dumps({"options": texts, "levels": {"AIME, rough draft": level}, "profiles": profiles}))
+    earlier = width_profiles.Earlier.read(path, texts)
+    again, taken = width_profiles.simulated("AIME, rough draft", costs, 60, 1, earlier, told.append)
+    assert again == level
+    assert taken.keys() == made.keys()
+    assert (taken["chain 4"].tokens, dict(taken["chain 4"].rows)) == (77, {4: 20})
+    assert all((o.tokens, o.rows) == (made[n].tokens, made[n].rows) for n, o in taken.items() if n != "chain 4")
+    with pytest.raises(UserError, match="make them equal"):
+        width_profiles.Earlier.read(path, {**texts, "texts": 2})
