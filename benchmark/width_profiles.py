@@ -306,8 +306,6 @@ def main() -> None:
     against = {title: ratios(outcomes) for title, outcomes in profiles.items()}
     gains = {t: o["tree 8"].accept_length / o["chain 8"].accept_length for t, o in profiles.items()}
     console.print("tree 8 / chain 8, tokens a step:", gains)
-    if options.plot:
-        draw(options.plot, profiles)
     if options.save:
         figures = {
             "width.auto.ms_per_token_ratio_best_fixed": Figure.of(
@@ -332,6 +330,8 @@ def main() -> None:
         }  # fmt: skip
         program = ("python", "benchmark/width_profiles.py")
         console.print(results.save("width_profiles", results.environment(None, program), content, figures))
+    if options.plot:  # last, for the results tell whether tracked files have changed
+        draw(options.plot, profiles)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The simulation, the composed costs and the bookkeeping behind benchmark/width_profiles.py."""
+"""The simulation, the costs scaled from measured steps and the bookkeeping behind benchmark/width_profiles.py."""
 
 import json
 import sys
