@@ -51,6 +51,7 @@ class Case:
         loop, rows = self.loop, self.rows
         decode, step, draft = loop.decode, loop.decode.step, loop.decode.draft
         assert draft is not None
+        decode.declare(loop.caches)
         begin(loop, self.options.context, rows)
         self.place.meet()
         experts, sizes = self.experts(step)
@@ -168,6 +169,7 @@ def equal_bits(loop: DecodeLoop, machine: Machine, place: Place, options: Option
     """
     rows = min(max(options.rows), loop.width_limit)
     digest, steps, tokens, equal = hashlib.sha256(), 0, 0, True
+    loop.decode.declare(loop.caches)  # another loop's steps may have run last
     while equal and steps < options.steps and not late(place, options):
         begin(loop, options.context, rows)
         for _ in range(min(BEGIN_AGAIN, options.steps - steps)):
