@@ -54,14 +54,19 @@ class Case:
         decode.declare(loop.caches)
         begin(loop, self.options.context, rows)
         self.place.meet()
+        if rows > 1:  # all rows behind the anchor would be one token, and go to the same experts
+            draft.launch(rows)
         experts, sizes = self.experts(step)
+        tokens = step.inputs.token_ids[:rows].tolist()
         back, us = self.loop_back() if self.place.ranks > 1 else ([], {})
-        layers = list(range(len(step.weights.layers)))
+        layers = len(step.weights.layers)
+        # Every repeat starts with the embedding: a stream that went through the same layers again and again would
+        # have rows that grow alike, and fewer experts.
         parts: dict[str, Callable[[], None]] = {
-            "layers": lambda: verify(step, rows),
-            "first layer": lambda: each(step, layers[:1], rows),
-            "NVFP4 layers": lambda: each(step, layers[1:-1], rows),
-            "last layer": lambda: each(step, layers[-1:], rows),
+            "embedding": lambda: verify(step, rows, 0),
+            "to first layer": lambda: verify(step, rows, 1),
+            "to last but one": lambda: verify(step, rows, layers - 1),
+            "layers": lambda: verify(step, rows, layers),
             "target head": lambda: decode.launch_head(rows),
             "accept": lambda: decode.accept.launch(rows),
             "draft context": lambda: draft.launch_context(rows),
@@ -72,8 +77,8 @@ class Case:
         us |= {name: self.timed(enqueue) for name, enqueue in parts.items()}
         whole, gaps = self.steps()
         return {
-            "rows": rows, "us": us, "step_us": whole, "gap_us": gaps, "experts": experts, "experts_loop_back": back,
-            "layer_bytes": sizes, "other_bytes": self.other_bytes(),
+            "rows": rows, "tokens": tokens, "us": us, "step_us": whole, "gap_us": gaps, "experts": experts,
+            "experts_loop_back": back, "layer_bytes": sizes, "other_bytes": self.other_bytes(),
         }  # fmt: skip
 
     def loop_back(self) -> tuple[list[int], dict[str, list[float]]]:
@@ -98,7 +103,7 @@ class Case:
         step.inputs.token_ids.copy_(step.first_token + torch.arange(loop.width_limit))
         self.machine.attach(step, loop.caches)
         experts, _ = self.experts(step)
-        found = {"layers, loop-back": self.timed(lambda: verify(step, self.rows))}
+        found = {"layers, loop-back": self.timed(lambda: verify(step, self.rows, len(experts)))}
         loop.decode.declare(loop.caches)
         return experts, found
 
@@ -189,13 +194,10 @@ def begin(loop: DecodeLoop, context: int, rows: int) -> None:
     loop.begin(5, SamplingParams(), width=rows, max_new_tokens=1 << 40, stop_ids=())
 
 
-def verify(step: Step, rows: int) -> None:
+def verify(step: Step, rows: int, layers: int) -> None:
+    """The embedding and the first `layers` layers."""
     step.launch_embed(rows)
-    each(step, list(range(len(step.weights.layers))), rows)
-
-
-def each(step: Step, layers: list[int], rows: int) -> None:
-    for index in layers:
+    for index in range(layers):
         step.launch_layer(index, rows)
 
 

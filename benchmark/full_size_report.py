@@ -24,9 +24,9 @@ def roof_ms(size: float) -> float:
 def join(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One number of rows from what every rank measured.
 
-    parts: ms, "NVFP4 layer" the mean of those layers, "exchanges" what all layers take beyond the same in loop-back,
-    waiting for the busiest rank and other experts included. bytes: of every layer the busiest rank's, for all wait for
-    it; of the rest the largest.
+    parts: ms; "layers" all of them with the embedding, "NVFP4 layer" the mean of those, "exchanges" what layers take
+    beyond the same in loop-back, waiting for the busiest rank and other experts included. bytes: of every layer the
+    busiest rank's, for all wait for it; of the rest the largest.
     """
     slowest = max(of_ranks, key=lambda case: statistics.median(case["step_us"]))
     names = {name for case in of_ranks for name in case["us"]}
@@ -35,7 +35,10 @@ def join(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     experts = list(zip(*(case["experts"] for case in of_ranks), strict=True))  # [layer][rank]
     sizes = [max(layer) for layer in zip(*(case["layer_bytes"] for case in of_ranks), strict=True)]
     between = len(sizes) - 2
-    parts["NVFP4 layer"] = parts.pop("NVFP4 layers") / between
+    first, but_last = parts.pop("to first layer"), parts.pop("to last but one")
+    parts["first layer"] = first - parts["embedding"]
+    parts["NVFP4 layer"] = (but_last - first) / between
+    parts["last layer"] = parts["layers"] - but_last
     parts["exchanges"] = parts["layers"] - parts.get("layers, loop-back", parts["layers"])
     if "draft" in parts:
         parts["draft layers"] = parts["draft"] - parts["draft head"]

@@ -41,9 +41,11 @@ def test_full_size_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert full_size.main([*given, "--json", str(path), "--stock", str(stock), "--timeout", "900"]) == 0
     content = json.loads(path.read_text())
     (case,) = content["cases"]
-    assert set(full_size_report.PARTS) | {"layers, loop-back", "draft"} == set(case["parts"])
+    assert set(full_size_report.PARTS) | {"layers, loop-back", "draft", "embedding"} == set(case["parts"])
     assert len(case["ranks"]) == 2
     assert [len(rank["experts"]) for rank in case["ranks"]] == [3, 3]
+    assert case["ranks"][0]["tokens"] == case["ranks"][1]["tokens"]
+    assert case["ranks"][0]["tokens"][1:] != [0, 0]  # drafts
     per_layer = list(zip(*(rank["experts"] for rank in case["ranks"]), strict=True))
     assert case["experts"]["busiest"] == pytest.approx(sum(map(max, per_layer)) / 3)
     assert case["experts"]["max"] == max(map(max, per_layer))
@@ -93,15 +95,19 @@ def test_a_rival_that_fails_late_keeps_its_times(tmp_path: Path) -> None:
 
 def measured(ranks: int, layers: int, us: float) -> dict[str, Any]:
     """A file of full_size.py whose NVFP4 layers take `us` and read 1 GB on the busiest rank, everything else 1 ms."""
-    between, names = layers - 2, {"layers", "layers, loop-back", "draft", *full_size_report.PARTS} - {"NVFP4 layer"}
+    between, other = layers - 2, ("draft", "draft head", "target head", "accept", "draft context")
+    upto = {"embedding": 10.0, "to first layer": 110.0, "to last but one": 110.0 + between * us}
+    upto |= {"layers": 260.0 + between * us, "layers, loop-back": 255.0 + between * us}
     one = {
         "rows": 8, "step_us": [between * us + 1000.0] * 3, "gap_us": [0.0], "experts": [20] * layers,
         "experts_loop_back": [18] * layers, "layer_bytes": [0, *[10**9] * between, 0], "other_bytes": 0,
-        "us": {name: [100.0] for name in names} | {"NVFP4 layers": [between * us]},
+        "us": {name: [time] for name, time in (upto | dict.fromkeys(other, 100.0)).items()},
     }  # fmt: skip
     less = {**one, "layer_bytes": [0] * layers, "experts": [10] * layers}
     found = rank_workers.Found([[("case", case)] for case in [one, less][:ranks]])
     content = full_size_report.report(found, ranks=len(found.told), layers=layers, context=1, rows=(8,), steps=0)
+    parts = content["cases"][0]["parts"]
+    assert [round(1e3 * parts[name]) for name in ("first layer", "last layer", "exchanges")] == [100, 150, 5]
     return {**content, "sizes": {"ranks": ranks, "layers": layers, "experts": 256}}
 
 
