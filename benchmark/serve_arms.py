@@ -133,6 +133,9 @@ class Servers:
         site.mkdir()
         install(site)
         self._base = stock_environment(stock)
+        # The Rust core of the prefix cache is built for another PyTorch than some machines have, and fails on the first
+        # prompt; the Python one keeps the same tree.
+        self._base.setdefault("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")
         paths = [str(site), str(ROOT), str(ROOT / "benchmark"), self._base.get("PYTHONPATH", "")]
         self._base["PYTHONPATH"] = ":".join(filter(None, paths))
         self._logs = logs
@@ -141,7 +144,8 @@ class Servers:
     def start(self, name: str, arguments: dict[str, Any], step: str | None = None, weights: bool = False) -> Arm:
         """step: SGLANG_MUSE_MEGA_STEP of a server with the plugin; None: stock."""
         environment = dict(self._base)
-        arguments = arguments | {"port": 31000 + 200 * len(self.arms)}
+        ports = 31000 + os.getpid() % 64 * 256  # another program's servers may start at the same time
+        arguments = arguments | {"port": ports + 32 * len(self.arms)}
         if step is not None:
             environment["SGLANG_MUSE_MEGA_EXPERIMENTAL_TP"] = "1"  # heard with several GPUs alone
             arguments["enable_nvidia_megakernel"] = True
