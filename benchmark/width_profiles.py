@@ -174,8 +174,11 @@ def simulated(
 
 def new_outcomes(names: Iterable[str], costs: Costs) -> dict[str, Outcome]:
     """By name, with the costs of its launches."""
-    fixed, chosen = costs.of_fixed(), {capacity: costs.of_chosen(capacity) for capacity in CAPACITIES}
-    return {name: Outcome(chosen[int(name.split()[-1])] if "auto" in name else fixed) for name in names}
+    chosen = {capacity: costs.of_chosen(capacity) for capacity in CAPACITIES}
+    fixed = {"chain": costs.of_fixed(), "tree": costs.of_trees()}
+    return {
+        name: Outcome(chosen[int(name.split()[-1])] if "auto" in name else fixed[name.split()[0]]) for name in names
+    }
 
 
 def tiny_pair(costs: Costs, limit: int, earlier: Earlier, progress: Callable[[str], None]) -> dict[str, Outcome]:
@@ -316,7 +319,7 @@ def main() -> None:
         content: dict[str, Any] = {
             "options": texts,
             "cost_files": {"parts": STEP_FILE, **COST_FILES},
-            "step_ms": {"fixed": costs.fixed, "chosen": costs.chosen, "plain": costs.plain},
+            "step_ms": {"fixed": costs.fixed, "chosen": costs.chosen, "plain": costs.plain, "planning": costs.planning},
             "levels": levels,
             "profiles": {
                 title: {

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel import draft_protocol
-from sgl_muse_mega.megakernel.instance import PACKET_BYTES, WARP
+from sgl_muse_mega.megakernel.tiling import PACKET_BYTES, WARP
 
 MAX_VOCAB = 1 << 19  # integer weights up to 2^44 must sum to less than 2^63 (csrc/step/mass.cuh)
 _SEGMENT = 256

@@ -7,8 +7,9 @@ bytes to 2 KB, and the copy engine (about 15 ns a copy) becomes the limit.
 import torch
 from torch import Tensor
 
-from sgl_muse_mega.megakernel.instance import Instance, Tiles
+from sgl_muse_mega.megakernel.instance import Instance
 from sgl_muse_mega.megakernel.machine import Boxes, Machine
+from sgl_muse_mega.megakernel.tiling import Tiles
 from sgl_muse_mega.megakernel.weights import KernelLayer
 
 DESCRIPTION_BYTES = 128

@@ -7,9 +7,9 @@ from typing import ClassVar
 from sgl_muse_mega.config import DraftConfig, TargetConfig
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel import draft_protocol
-from sgl_muse_mega.megakernel.instance import (
+from sgl_muse_mega.megakernel.instance import HOPPER_SHARED_BYTES
+from sgl_muse_mega.megakernel.tiling import (
     BLOCK_ROWS,
-    HOPPER_SHARED_BYTES,
     PACKET_BYTES,
     PACKET_COLUMNS,
     WARP,

@@ -13,12 +13,12 @@ from sgl_muse_mega.megakernel.draft_instance import DraftInstance, TargetEnds
 from sgl_muse_mega.megakernel.draft_protocol import FIRST_LAUNCH, DraftParams
 from sgl_muse_mega.megakernel.draft_scratch import DecodeState, DraftActivations, KernelControl
 from sgl_muse_mega.megakernel.draft_weights import KernelDraft, KernelDraftLayer, check_draft
-from sgl_muse_mega.megakernel.instance import BLOCK_ROWS
 from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.mailbox import Mail, NoMail, session_word
 from sgl_muse_mega.megakernel.scratch import StepInputs
 from sgl_muse_mega.megakernel.step import Step
 from sgl_muse_mega.megakernel.tensors import Spec, check
+from sgl_muse_mega.megakernel.tiling import BLOCK_ROWS
 from sgl_muse_mega.megakernel.weights import rope_table
 
 

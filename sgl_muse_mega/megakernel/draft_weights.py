@@ -8,8 +8,8 @@ from torch import Tensor
 from sgl_muse_mega.checkpoint.weights import DraftLayerWeights, DraftWeights
 from sgl_muse_mega.config import DraftConfig
 from sgl_muse_mega.megakernel.draft_instance import LARGEST_CHUNK, DraftInstance, chunk_of
-from sgl_muse_mega.megakernel.instance import BLOCK_ROWS
 from sgl_muse_mega.megakernel.tensors import Spec, check
+from sgl_muse_mega.megakernel.tiling import BLOCK_ROWS
 
 
 @dataclass(frozen=True, slots=True)

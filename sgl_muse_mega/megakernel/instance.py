@@ -4,106 +4,29 @@ Everything a kernel knows at compile time is a field or a property here and reac
 that `Instance.header` generates.
 """
 
-import itertools
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
-from sgl_muse_mega.config import DraftConfig, TargetConfig
+from sgl_muse_mega.config import TargetConfig
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel import protocol
+from sgl_muse_mega.megakernel.tiling import (
+    BLOCK_ROWS,
+    PACKET_BYTES,
+    PACKET_COLUMNS,
+    WARP,
+    Dense,
+    Tiles,
+    largest,
+    mail_offsets,
+    padded_rows,
+    uneven_sizes,
+)
 
-BLOCK_ROWS = 64  # weight rows of a dense task
-WARP = 32
 MAX_ROWS = 16
-PACKET_COLUMNS, PACKET_BYTES = 4, 16  # what ranks send each other (packet.cuh)
 STAGED_SPLIT = 128  # keys of a split from which on staging pays (bench layer at 12,288 to 131,072 keys)
 HOPPER_SHARED_BYTES = 232448  # opt-in shared memory of one CTA
 _LOG2_E = 1.4426950408889634
-
-
-@dataclass(frozen=True, slots=True)
-class Dense:
-    """A dense product [n, k]: how it is cut into blocks of 64 rows and chunks of `chunk` inputs (schedule.cuh)."""
-
-    n: int
-    k: int
-    chunk: int
-    sms: int
-    element_bytes: int = 2
-    whole_k: bool = False
-
-    @property
-    def blocks(self) -> int:
-        return -(-self.n // BLOCK_ROWS)
-
-    @property
-    def chunks(self) -> int:
-        return self.k // self.chunk
-
-    @property
-    def workers(self) -> int:
-        return min(self.blocks * self.chunks, self.sms)
-
-    def first_unit(self, worker: int) -> int:
-        return worker * self.blocks * self.chunks // self.workers
-
-    def worker_of(self, unit: int) -> int:
-        return ((unit + 1) * self.workers - 1) // (self.blocks * self.chunks)
-
-    @property
-    def parts(self) -> int:
-        """Most CTAs that share a block: the number of partial sums to keep per output."""
-        if self.whole_k:
-            return 1
-        ends = ((b * self.chunks, (b + 1) * self.chunks - 1) for b in range(self.blocks))
-        return max(self.worker_of(last) - self.worker_of(first) + 1 for first, last in ends)
-
-    @property
-    def stage_bytes(self) -> int:
-        return padded_rows(BLOCK_ROWS, self.chunk * self.element_bytes)
-
-    def partial_shape(self, row_cap: int) -> tuple[int, int, int, int]:
-        """f32 [blocks, parts, rows, 64]."""
-        return (self.blocks, self.parts, row_cap, BLOCK_ROWS)
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """How a task on NVFP4 experts is cut.
-
-    A task is `tiles` n64 tiles side by side over all k16 steps. Its weights come in boxes of `steps` steps, at most
-    `boxes` of them in a stage; in a box each of the `k_parts` warps behind each other has two steps.
-    """
-
-    tiles: int
-    steps: int
-    k_parts: int
-    boxes: int
-
-    @property
-    def box_bytes(self) -> int:
-        return self.tiles * self.steps * 576
-
-
-def padded_rows(rows: int, row_bytes: int) -> int:
-    """Shared-memory bytes of a chunk of `rows` rows (ring.cuh, row_offset)."""
-    return -(-rows // 2) * (2 * row_bytes + 64)
-
-
-def mail_offsets(packets: Mapping[str, int]) -> dict[str, int]:
-    """First packet of each exchange point in what one source fills of a half of a mailbox, and their number."""
-    starts = itertools.accumulate(packets.values(), initial=0)
-    return dict(zip([*(f"{name}_MAIL_AT" for name in packets), "MAIL_PACKETS"], starts, strict=True))
-
-
-def uneven_sizes(config: TargetConfig | DraftConfig, names: Sequence[str], ranks: int) -> list[str]:
-    """Which of these sizes do not divide among the ranks."""
-    return [f"{name} = {getattr(config, name)}" for name in names if getattr(config, name) % ranks]
-
-
-def _largest(candidates: tuple[int, ...], divides: int) -> int | None:
-    return next((c for c in candidates if divides % c == 0), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +160,7 @@ class Instance:
     # ---- dense products ----
 
     def _dense(self, n: int, k: int, *, element_bytes: int = 2, whole_k: bool = False) -> Dense:
-        chunk = _largest((256, 128, 64) if element_bytes == 2 else (128, 64), k)
+        chunk = largest((256, 128, 64) if element_bytes == 2 else (128, 64), k)
         if chunk is None:
             raise UserError(f"The layer kernel needs inputs in multiples of 64, this matrix is {n} x {k}.")
         return Dense(n, k, chunk, self.sms, element_bytes, whole_k)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from sgl_muse_mega.checkpoint import marlin, nvfp4
 from sgl_muse_mega.megakernel import word_order
-from sgl_muse_mega.megakernel.instance import BLOCK_ROWS, Dense
 from sgl_muse_mega.megakernel.mailbox import LoopBack, read_mail, session_word
 from sgl_muse_mega.megakernel.step import Step
+from sgl_muse_mega.megakernel.tiling import BLOCK_ROWS, Dense
 from sgl_muse_mega.megakernel.weights import KernelLayer
 from sgl_muse_mega.reference import attention, experts, head
 from sgl_muse_mega.reference.numerics import Numerics, linear, norm_weightless

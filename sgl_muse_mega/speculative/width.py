@@ -40,11 +40,11 @@ CostTable = NDArray[np.float32]
 """ms of a step, float32 [T + 1]; entry n is that of n rows, entry 0 is not used."""
 
 COMPOSED_COST = {
-    8: {1: 11.79, 2: 12.51, 3: 13.15, 4: 13.73, 6: 14.95, 8: 16.08},
-    16: {1: 12.62, 2: 13.41, 3: 14.10, 4: 14.75, 6: 16.08, 8: 17.32, 10: 18.40, 12: 19.39, 14: 20.25, 16: 20.98},
+    8: {1: 11.54, 2: 12.32, 3: 12.98, 4: 13.66, 6: 14.95, 8: 16.16},
+    16: {1: 12.35, 2: 13.14, 3: 13.84, 4: 14.48, 6: 15.81, 8: 17.05, 10: 18.13, 12: 19.13, 14: 19.98, 16: 20.71},
 }
 """ms of a step of 62 layers by the rows that count, in a launch of 8 and in one of 16 rows: scaled from steps of 14 on
-one H200 of four, see docs/tree-and-width.md. That of 8 rows is derived from the other, not measured."""
+one H200 of four, see docs/tree-and-width.md."""
 
 
 def only(rows: int, most: int) -> CostTable:

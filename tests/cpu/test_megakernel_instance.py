@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_muse_mega.errors import UserError
-from sgl_muse_mega.megakernel.instance import HOPPER_SHARED_BYTES, Instance, padded_rows
+from sgl_muse_mega.megakernel.instance import HOPPER_SHARED_BYTES, Instance
 from sgl_muse_mega.megakernel.random_step import spark_config, tiny_config
+from sgl_muse_mega.megakernel.tiling import padded_rows
 
 
 def spark(**changes: object) -> Instance:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_muse_mega.megakernel import protocol
-from sgl_muse_mega.megakernel.instance import Dense
+from sgl_muse_mega.megakernel.tiling import Dense
 
 COUNTER = protocol.COUNTERS[0]
 ROWS = next(c for c in protocol.COUNTERS if c.arrivals is protocol.Arrivals.EVERY_ROW)

@@ -34,7 +34,7 @@ def test_the_default_costs_are_those_of_the_measured_steps() -> None:
 
 
 def test_layers_are_scaled_and_the_rest_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of 3 ms besides the layers, which take 1 ms and half a ms a row in 31 of 62 layers."""
+    """Parts of 3 ms besides the layers, which take 1 ms and half a ms a row in 31 of 62 layers; planning half a ms."""
 
     def file(name: str, content: dict[str, object]) -> str:
         (tmp_path / name).write_text(json.dumps(content))
@@ -48,11 +48,13 @@ def test_layers_are_scaled_and_the_rest_is_not(tmp_path: Path, monkeypatch: pyte
     made = {n: file(str(n), {"options": {"layers": 31}, "ms": ms}) for n, ms in ((8, eight), (16, sixteen))}
     monkeypatch.setattr(step_costs, "COST_FILES", made)
     costs = step_costs.measured_costs(tmp_path)
-    assert costs.chosen[8] == pytest.approx({1: 3 + 2 * 2, 8: 3 + 5 * 2})
-    assert costs.chosen[16] == pytest.approx({1: 3 + 3 * 2, 12: 3 + 8 * 2, 16: 3 + 9 * 2})
-    assert costs.fixed == pytest.approx({1: 3 + 1.4 * 2, 8: 3 + 4.5 * 2, 12: 3 + 7.5 * 2, 16: 3 + 9 * 2})
+    assert costs.planning == pytest.approx(0.5)
+    assert costs.chosen[8] == pytest.approx({1: 3.5 + 1.5 * 2, 8: 3.5 + 4.5 * 2})
+    assert costs.chosen[16] == pytest.approx({1: 3.5 + 2.5 * 2, 12: 3.5 + 7.5 * 2, 16: 3.5 + 8.5 * 2})
+    assert costs.fixed == pytest.approx({1: 3 + 1.4 * 2, 8: 3 + 4.5 * 2, 12: 3 + 7.5 * 2, 16: 3 + 8.5 * 2})
     assert costs.plain == pytest.approx(0.9 + 1.4 * 2)
     assert costs.of_fixed()[[1, 8]] == pytest.approx([costs.plain, 12])
+    assert costs.of_trees()[8] == pytest.approx(12.5)
 
 
 def test_a_simulated_draft_says_something_about_the_text() -> None:
