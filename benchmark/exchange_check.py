@@ -5,7 +5,8 @@
 
 One process per GPU. Every rank has the heads and experts of one rank of `--share`; weights repeat from rank to rank, so
 that any number of GPUs can stand for a larger model. Exposed cost of an exchange: a layer with peers minus the same
-kernels in loop-back, over the four exchanges of a layer.
+kernels in loop-back, over the four exchanges of a layer; with --points also each one alone (a macro of the kernels, see
+csrc/layer/mailbox.cuh).
 """
 
 import argparse
@@ -32,8 +33,16 @@ from sgl_muse_mega.megakernel.cuda import CudaMachine
 from sgl_muse_mega.megakernel.mailbox import LoopBack, Mail
 from sgl_muse_mega.megakernel.peers import PeerMemory, StoreGroup
 from sgl_muse_mega.megakernel.random_step import RandomStep, random_weights, spark_config
+from sgl_muse_mega.results import Figure
 
 EXCHANGES = 4  # of a layer
+POINTS = {  # csrc/layer/points.cuh
+    "o_proj, sum": "O_PROJ_MAIL_AT",
+    "pre_expert_proj, gather": "PRE_PROJ_MAIL_AT",
+    "experts, sum": "EXPERT_MAIL_AT",
+    "post_expert_proj, gather": "POST_PROJ_MAIL_AT",
+}
+FIGURES = {"exchange.reduce_8192.us": "o_proj, sum", "exchange.reduce_4096.us": "experts, sum"}  # at T = 8
 EXPERTS = 256
 
 
@@ -129,6 +138,28 @@ def measure(group: StoreGroup, mail: Mail, machine: CudaMachine, arguments: argp
             "rows": rows, "us": times, "replays": arguments.replays, "other_bits": wrong, "seconds": seconds,
             "equal": wrong == 0 and len(digests) == 1 and len(everybody) == 1,
         })  # fmt: skip
+        if arguments.points:
+            found["cases"][-1]["points"] = each_point(group, mail, machine, arguments, weights, config, alone)
+    return found
+
+
+def each_point(
+    group: StoreGroup, mail: Mail, machine: CudaMachine, arguments: argparse.Namespace, weights: Any,
+    config: TargetConfig, alone: Chain,
+) -> dict[str, list[float]]:  # fmt: skip
+    """us of a layer in which one exchange point alone reaches the peers, less the layer in loop-back, in turns."""
+    found: dict[str, list[float]] = {}
+    for name, at in POINTS.items():
+        defines = (*arguments.define, f"PEERS_ONLY={at}")
+        other = CudaMachine(machine.device, deadline_seconds=arguments.deadline, defines=defines)
+        joined = Chain(arguments, weights, config, other, mail, alone.rows)
+        found[name] = []
+        for _ in range(arguments.turns):
+            us = []
+            for chain in (alone, joined):
+                group.gather(b"ready")
+                us.append(chain.us(arguments.repeats) / arguments.layers)
+            found[name].append(us[1] - us[0])
     return found
 
 
@@ -203,6 +234,10 @@ def costs(arguments: argparse.Namespace) -> dict[str, Any]:
         exposed = (joined - alone) / EXCHANGES
         bits = f"equal in {arguments.replays} replays" if equal else "DIFFER"
         print(f"{rows:4d}  {alone:18.1f}  {joined:10.1f}  {exposed:23.2f}  {bits}")
+        for name in POINTS if arguments.points else ():
+            slower = max((c["points"][name] for c in cases), key=statistics.median)
+            spread = f"{min(slower):.2f} .. {max(slower):.2f}"
+            print(f"      {name:26s} alone reaches the peers: {statistics.median(slower):.2f} us exposed ({spread})")
     return {"failed": failed, "ranks": answers}
 
 
@@ -240,6 +275,8 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--replays", type=int, default=2000, help="with random pauses of each rank's host")
+    parser.add_argument("--points", action="store_true", help="the exposed cost of each exchange point as well")
+    parser.add_argument("--save", action="store_true", help="write the results and, with --points, the named figures")
     parser.add_argument("--failures", type=int, default=0, help="instead: so many ranks to kill or stop")
     parser.add_argument(
         "--define", action="append", default=[], help="macro for the kernels; RANDOM_DELAYS=2000: ns, in all CTAs"
@@ -249,11 +286,25 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     found = failures(arguments) if arguments.failures else costs(arguments)
+    chosen = {name: value for name, value in vars(arguments).items() if name != "json"}
+    environment = results.environment(torch.cuda.get_device_name(0), ("python", "benchmark/exchange_check.py"))
+    content = {"options": chosen, **found}
     if arguments.json:
-        chosen = {name: value for name, value in vars(arguments).items() if name != "json"}
-        environment = results.environment(torch.cuda.get_device_name(0))
-        arguments.json.write_text(json.dumps({"environment": environment, "options": chosen, **found}, indent=1))
+        arguments.json.write_text(json.dumps({"environment": environment, **content}, indent=1))
+    if arguments.save:
+        print(results.save("exchange", environment, content, named_figures(found) if arguments.ranks == 2 else {}))
     return int(found["failed"])
+
+
+def named_figures(found: dict[str, Any]) -> dict[str, Figure]:
+    """Of the slower rank at T = 8."""
+    eights = [case["points"] for rank in found.get("ranks", ()) for case in rank["cases"] if case["rows"] == 8]
+    if found["failed"] or not eights:
+        return {}
+    return {
+        figure: Figure.of(max((points[name] for points in eights), key=statistics.median), "us")
+        for figure, name in FIGURES.items()
+    }
 
 
 if __name__ == "__main__":

@@ -24,9 +24,23 @@ DEVICE int64_t place(uint32_t epoch, int source, int row, int packet) {
     return (static_cast<int64_t>(part * cfg::MAIL_PACKETS) + (Point::AT + row * Point::PACKETS + packet)) * PACKET_BYTES;
 }
 
+// Where this rank's part of a mailbox is. For measuring what one exchange point of a layer costs, PEERS_ONLY names it;
+// at the others a rank plays all peers itself, as in loop-back.
+template <class Point>
+DEVICE char* mailbox_of(const Params& p, int destination) {
+#ifdef PEERS_ONLY
+    constexpr bool OF_LAYER = Point::AT == cfg::O_PROJ_MAIL_AT || Point::AT == cfg::PRE_PROJ_MAIL_AT ||
+                              Point::AT == cfg::EXPERT_MAIL_AT || Point::AT == cfg::POST_PROJ_MAIL_AT;
+    if constexpr (OF_LAYER && Point::AT != cfg::PEERS_ONLY) {
+        return p.mailboxes[p.rank] + static_cast<int64_t>(destination - p.rank) * cfg::MAIL_PACKETS * PACKET_BYTES;
+    }
+#endif
+    return p.mailboxes[destination];
+}
+
 template <class Point>
 DEVICE void send(const Params& p, uint32_t epoch, int row, int packet, const uint2& data, int destination) {
-    send_packet(p.mailboxes[destination] + place<Point>(epoch, p.rank, row, packet), data, tag(p, epoch));
+    send_packet(mailbox_of<Point>(p, destination) + place<Point>(epoch, p.rank, row, packet), data, tag(p, epoch));
 }
 
 // To every rank, this one too: one way to read, and one order of sums.

@@ -26,6 +26,7 @@ class RankCase:
         sms: int = 2,
         layers: int = 2,
         session: int = 1,
+        defines: tuple[str, ...] = (),
     ) -> None:
         config = tiny_config(
             layers, nvfp4=nvfp4, vocab_size=128, hidden_size=128, moe_hidden_size=64, moe_intermediate_size=64,
@@ -43,6 +44,7 @@ class RankCase:
                 max_context=160,
                 kv_dtype="bf16",
                 mail=self.ranks.mail(rank) if ranks > 1 else None,
+                tuning={"defines": defines},
             )
             for rank, machine in enumerate(self.ranks.machines)
         ]

@@ -196,3 +196,19 @@ def test_a_record_names_the_rank_whose_packet_is_missing() -> None:
     assert record.peer == 3
     assert "on rank 0, CTA 5 of launch 9" in record.sentence()
     assert "for the combined experts of rank 3 (EXPERT_MAIL: expected 77, saw 75)" in record.sentence()
+
+
+@pytest.mark.parametrize(
+    ("point", "joined", "parted"),
+    [("O_PROJ_MAIL_AT", "router_input", "combined"), ("EXPERT_MAIL_AT", "combined", "router_input")],
+)
+def test_one_exchange_point_alone_can_reach_the_peers(point: str, joined: str, parted: str) -> None:
+    """As exchange_check.py measures it: behind that point both ranks have the same row, behind the others their own."""
+    case = RankCase(2, layers=1, defines=(f"PEERS_ONLY={point}",))
+    case.prepare(40, content=1)
+    for step in case.steps:
+        step.launch(3)
+    case.ranks.synchronize()
+    rows = {name: [getattr(step.activations, name)[:3] for step in case.steps] for name in (joined, parted)}
+    assert torch.equal(*rows[joined])
+    assert not torch.equal(*rows[parted])
