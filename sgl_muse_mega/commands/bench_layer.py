@@ -109,7 +109,7 @@ def run(options: Options) -> int:
         asked = {f.name: plain(getattr(options, f.name)) for f in fields(options)}
         content = {"options": asked, "roof_gb_s": ROOF_GB_S, "arms": described, "checks": before,
                    "failures": failures, "phases": phases, "cases": [case.content() for case in cases]}  # fmt: skip
-        named = {} if wrong else figures(options, cases)
+        named = {} if wrong else figures(options, cases) | attention_figure(options, phases)
         print(results.save("layer", results.environment(machine["gpu"]), content, named))
     return 1 if wrong or failures else 0
 
@@ -249,3 +249,15 @@ def figures(options: Options, cases: list[Case]) -> dict[str, Figure]:
         if control.arm == CONTROL and control.rows == 8:
             found["layer.t8.ratio_pdl_control"] = Figure.of(own[8].ratios_to(control), "ratio")
     return found
+
+
+def attention_figure(options: Options, phases: list[list[dict[str, Any]]]) -> dict[str, Figure]:
+    """Cache bytes of the layers with full attention over the time until their last partial, traced, at 128k keys."""
+    standard = (options.ranks, options.context, options.kv, options.trace_arm) == (4, 131072, "fp8", BASE)
+    if options.dry_run or not phases or not standard or traced_rows(options) != 8:
+        return {}
+    attention = [phase for layer in phases for phase in layer if phase["name"] == "ATTENTION"]
+    most = max(phase["bytes"] for phase in attention)
+    full = [phase for phase in attention if phase["bytes"] == most]
+    fractions = [most / (phase["last_end"] - phase["first_start"]) / ROOF_GB_S / 1e3 for phase in full]
+    return {"attention.full_128k.fraction": Figure.of(fractions, "of the measured roof")}

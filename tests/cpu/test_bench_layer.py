@@ -1,6 +1,7 @@
 """`bench layer`: variants, what turns add up to, the gates, and a whole run on the emulator."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,22 @@ def test_figures_need_a_long_chain_at_the_context_of_the_table() -> None:
     for changes in ({"ranks": 1}, {"layers": 7}, {"context": 1024}, {"dry_run": True}):
         changed = options(**{"rows": (1, 8), "layers": 8, "context": 2048, "dry_run": False} | changes)
         assert bench_layer.figures(changed, cases) == {}
+
+
+def test_the_figure_of_long_attention_is_that_of_the_full_layers() -> None:
+    def layer(size: int, us: float) -> list[dict[str, Any]]:
+        return [
+            {"name": "INPUTS_READY", "bytes": 0, "first_start": 0.0, "last_end": 1.0},
+            {"name": "ATTENTION", "bytes": size, "first_start": 1.0, "last_end": 1.0 + us},
+        ]
+
+    long = options(rows=(1, 8), layers=8, turns=3, context=131072, dry_run=False, trace=Path("trace.json"))
+    phases = [layer(1 << 20, 5.0), layer(1 << 26, 60.0), layer(1 << 20, 5.0), layer(1 << 26, 80.0)]
+    (figure,) = bench_layer.attention_figure(long, phases).values()
+    assert (figure.max, figure.n) == (pytest.approx((1 << 26) / 60.0 / 4615e3), 2)
+    for changed in (replace(long, context=2048), replace(long, rows=(1,)), replace(long, trace_arm="other")):
+        assert bench_layer.attention_figure(changed, phases) == {}
+    assert bench_layer.attention_figure(long, []) == {}
 
 
 @pytest.mark.parametrize(
