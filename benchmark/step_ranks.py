@@ -7,7 +7,7 @@
 Text: the bundled pair on all GPUs and on GPU 0 alone, greedy and sampled. All ranks must report the same; greedy text
 is that of one GPU but for near ties of the logits, since sums over ranks have other roundings: where a text differs,
 the gap of the logits at its first other token is shown. Time: 14 layers of Muse Spark's sizes with their draft, split
-over the ranks, width 8; FOLDER as for stock_step.py. It has not run on hardware yet.
+over the ranks, width 8; FOLDER as for stock_step.py.
 """
 
 import argparse

@@ -114,7 +114,7 @@ def _ranks(cfg: Any, hf_config: Any) -> Iterator[str]:
         return
     if not switches.experimental_tp():
         yield (
-            f"--tp-size is {ranks} and the plugin serves one GPU: its exchange between GPUs has never run on hardware; "
+            f"--tp-size is {ranks} and the plugin serves one GPU: under SGLang it has never run on several; "
             f"set {switches.EXPERIMENTAL_TP}=1 to try it, and check the text against SGLang's own"
         )
         return

@@ -64,7 +64,7 @@ def experiments(ranks: int) -> list[str]:
     """What of this server no hardware has run yet: it must have been asked for, and every log says so."""
     found = []
     if ranks > 1:
-        found.append(f"the exchange between {ranks} GPUs has never run on hardware ({switches.EXPERIMENTAL_TP})")
+        found.append(f"the plugin has never run on {ranks} GPUs ({switches.EXPERIMENTAL_TP})")
     if torch.cuda.get_device_capability() != (9, 0):
         found.append(f"the kernels have never run on a GPU of this kind ({switches.EXPERIMENTAL_SM103})")
     return found

@@ -24,7 +24,7 @@ def experimental_sm103() -> bool:
 
 
 def experimental_tp() -> bool:
-    """Whether several GPUs may run an exchange that no GPUs have run yet."""
+    """Whether several GPUs may run a plugin that has only run on one."""
     return os.environ.get(EXPERIMENTAL_TP) == "1"
 
 
