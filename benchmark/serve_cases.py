@@ -141,8 +141,8 @@ def aborts(texts: Texts, stock: Arm, arms: list[Arm], count: int = 30, seed: int
 
 
 def run(texts: Texts, stock: Arm, arms: list[Arm], draws: int) -> Iterator[Outcome]:
-    """All of them, one after the other as they are asked for."""
-    yield from other_texts(texts, stock, arms)
-    yield from two_tokens(texts, stock, arms, draws)
+    """All of them, one after the other as they are asked for, the longest last."""
     yield from session(texts, stock, arms)
+    yield from other_texts(texts, stock, arms)
     yield from aborts(texts, stock, arms)
+    yield from two_tokens(texts, stock, arms, draws)

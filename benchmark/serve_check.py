@@ -3,11 +3,12 @@
     python benchmark/serve_check.py --stock FOLDER --parts text --json text.json
     python benchmark/serve_check.py --stock FOLDER --parts time --json time.json --save
 
-text: the bundled pair; greedy texts of --problems questions and the field reports' cases (serve_texts.py), accept
-lengths within 3 %. time: 14 layers of one rank of four with random weights (serve_weights.py), ms per step at width 8
-(target's forward alone, and the whole step) and at T = 1, stock and plugin in turns. FOLDER is that of stock_step.py.
-With --tp 2 or 4 every server has as many GPUs, and each of them the sizes of one rank of four. Exit status 1 when
-anything fails.
+text: the bundled pair over a bf16 cache; greedy texts of --problems questions and the field reports' cases
+(serve_texts.py), accept lengths within 3 %; with the arm fp8, the questions again over an fp8 cache. time: 14 layers of
+one rank of four with random weights (serve_weights.py), ms per step at width 8 (target's forward alone, and the whole
+step) and at T = 1, stock and plugin in turns. FOLDER is that of stock_step.py.
+With --tp 2 or 4 every server has as many GPUs, and each of them the sizes of one rank of four; the GPUs must be idle,
+for SGLang refuses to start on GPUs that have less memory left than one another. Exit status 1 when anything fails.
 """
 
 import argparse
@@ -32,42 +33,43 @@ def check_texts(servers: Servers, options: argparse.Namespace, record: dict[str,
 
     plain = common(
         model_path=str(tiny.target_directory()), context_length=serve_texts.CONTEXT, max_running_requests=4,
-        cuda_graph_bs_decode=[1, 2, 4], tp_size=options.tp, ep_size=options.tp,
+        cuda_graph_bs_decode=[1, 2, 4], tp_size=options.tp, ep_size=options.tp, kv_cache_dtype="bfloat16",
     )  # fmt: skip
     dflash = plain | speculative(str(tiny.draft_directory()))
     wanted = options.arms.split(",")
     stock = servers.start("stock", dflash)
-    arms = [servers.start(name, dflash, name) for name in wanted if name != "t1"]
+    arms = [servers.start(name, dflash, name) for name in wanted if name not in ("t1", "fp8")]
+    rounded: list[Arm] = []
+    if "fp8" in wanted:
+        fp8 = dflash | {"kv_cache_dtype": "fp8_e4m3"}
+        rounded = [servers.start("stock-fp8", fp8), servers.start("full-fp8", fp8, "full")]
     single = []
     if "t1" in wanted:
         single = [servers.start("stock-t1", plain), servers.start("plugin-t1", plain, "target")]
     texts = serve_texts.Texts(options.problems)
-    for arm in (stock, *arms, *single):
+    for arm in (stock, *arms, *rounded, *single):
         wait(arm, options.timeout, record)
     if stock.name in record["failed"]:
         return
     up = [arm for arm in arms if arm.name not in record["failed"]]
     serve_texts.run(texts, stock, up, record, say)
-    lengths = record["accept_length"]
-    for name in (arm.name for arm in up):
-        change = lengths[name] / lengths["stock"] - 1
-        record["outcomes"].append({"case": "accept length", "arm": name, "passed": abs(change) <= 0.03})
-        say(f"{'ok  ' if abs(change) <= 0.03 else 'FAIL'} accept length {name}: {lengths[name]:.3f}, {change:+.2%}")
-    say(f"accept length of stock {lengths['stock']:.3f}; exact answers {record['exact']}")
-    for outcome in serve_cases.run(texts, stock, up, options.draws):
-        serve_texts.note(outcome, record, say)
+    if rounded and not {arm.name for arm in rounded} & set(record["failed"]):
+        serve_texts.greedy_texts(texts, rounded[0], rounded[1:], record, say, cache="fp8")
+    say(f"accept lengths {record['accept_length']}; exact answers {record['exact']}")
     if single and not {arm.name for arm in single} & set(record["failed"]):
         answers = [texts.answer_all(arm) for arm in single]
         found = serve_texts.compare("texts, T = 1", single[0], single[1], texts.prompts, *answers)
-        serve_texts.note(found, record, say)
+        serve_texts.note(texts, found, record, say)
         for arm in (stock, *up):  # T01: speculation changes no text; what stock's own changes is said beside it
             ours = texts.answer_all(arm)
             found = serve_texts.compare("T01 no speculation", single[0], arm, texts.prompts, answers[0], ours)
             if arm is stock:
                 say(found.line())
             else:
-                serve_texts.note(found, record, say)
+                serve_texts.note(texts, found, record, say)
     serve_texts.sampled(texts, stock, up, record, say)
+    for outcome in serve_cases.run(texts, stock, up, options.draws):
+        serve_texts.note(texts, outcome, record, say)
     record["failed"] += [f"{o['case']} ({o['arm']})" for o in record["outcomes"] if not o["passed"]]
 
 
@@ -93,7 +95,7 @@ def main() -> int:
     parser.add_argument("--problems", type=int, default=100)
     parser.add_argument("--tp", type=int, default=1, help="GPUs of every server")
     parser.add_argument("--draws", type=int, default=600, help="sampled requests of T07 for each server")
-    parser.add_argument("--arms", default="target,full,t1", help="servers with the plugin of the part text")
+    parser.add_argument("--arms", default="target,full,fp8,t1", help="of the part text")
     parser.add_argument("--pairs", default="w8.full,w8.target,t1", help="what the part time compares")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds until a server must be up")

@@ -19,6 +19,11 @@ import serve_texts
 import serve_weights
 import stock_models
 
+from sgl_muse_mega.checkpoint import tiny
+from sgl_muse_mega.checkpoint.target import load_target
+from sgl_muse_mega.config import load_target_config
+from sgl_muse_mega.reference.backend import ReferenceBackend
+
 
 class Stock:
     """Knows how likely every candidate is."""
@@ -59,6 +64,33 @@ def test_a_difference_must_be_a_near_tie(other: float, passed: bool) -> None:
 
 def test_a_token_that_stock_would_never_choose() -> None:
     assert compared(Stock({6: -0.1}), output(4, 5, 60)).gaps == [serve_texts.NEVER]
+
+
+def test_the_reference_is_asked_about_texts_that_differ() -> None:
+    """What it would have chosen itself, with and without the token that a request rules out."""
+    texts = serve_texts.Texts(1)
+    (prompt,) = texts.prompts
+    backend = ReferenceBackend(
+        load_target_config(tiny.target_directory()),
+        load_target(tiny.target_directory(), load_target_config(tiny.target_directory())),
+        max_context=256,
+        kv_dtype="fp8",
+    )
+    best, second, third = backend.prefill([*prompt, 20]).topk(3).indices.tolist()
+    record: dict[str, Any] = {"outcomes": []}
+    stock, arm = Stock({best: -0.1, second: -9.0, third: -9.5}), SimpleNamespace(name="plugin")
+    for banned, ours, first in ((None, second, "stock's"), ([best], second, "ours"), (None, best, "ours")):
+        theirs = third if ours == second and banned else second if ours == best else best
+        found = serve_texts.compare(
+            "texts", stock, arm, [prompt], [output(20, theirs, 1)], [output(20, ours, 2)], banned=banned
+        )  # type: ignore[arg-type]
+        found.cache = "fp8"
+        serve_texts.note(texts, found, record, lambda _text: None)
+        (text,) = json.loads(json.dumps(record["outcomes"][-1]))["differing"]
+        assert (text["prompt"], text["stock"], text["ours"]) == (prompt, [20, theirs, 1], [20, ours, 2])
+        assert text["reference"]["first"] == first
+        assert (text["reference"]["ours_behind"] == 0) is (first == "ours")
+        assert f"{first} 1" in found.note
 
 
 def test_a_text_that_ends_elsewhere() -> None:
@@ -197,7 +229,7 @@ def test_the_whole_comparison() -> None:
     assert len(said) == len(record["outcomes"]) + 1
 
 
-@pytest.mark.parametrize(("ranks", "arms", "pairs"), [(1, "target,full,t1", "w8.full,t1"), (2, "full", "t1")])
+@pytest.mark.parametrize(("ranks", "arms", "pairs"), [(1, "target,full,fp8,t1", "w8.full,t1"), (2, "full", "t1")])
 def test_servers_of_the_parts(
     ranks: int, arms: str, pairs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,8 +263,13 @@ def test_servers_of_the_parts(
     record: dict[str, Any] = {"failed": []}
     serve_check.check_texts(Servers(), options, record)  # type: ignore[arg-type]
     assert record["failed"] == []
-    assert {name for name, *_ in started} >= {"stock", *(name for name in arms.split(",") if name != "t1")}
+    assert {name for name, *_ in started} >= {"stock", *set(arms.split(",")) - {"t1", "fp8"}}
     assert ("plugin-t1" in [name for name, *_ in started]) is ("t1" in arms)
+    rounded = {name for name, arguments, _ in started if arguments["kv_cache_dtype"] == "fp8_e4m3"}
+    assert rounded == ({"stock-fp8", "full-fp8"} if "fp8" in arms else set())
+    cases = [outcome["case"] for outcome in record["outcomes"]]
+    assert ("texts, fp8 cache" in cases) is ("fp8" in arms)
+    assert cases[:2] == ["texts", "accept length"]
     assert all(a["tp_size"] == a["ep_size"] == ranks for _, a, _ in started)
     started.clear()
     monkeypatch.setattr(stock_models, "make", lambda *_: None)
