@@ -1,5 +1,5 @@
 """The whole step as a server builds it, from SGLang's own parts: loaded target and draft, configurations, pools, tables
-and worker class. The kernels run in the emulator, the prompt in SGLang."""
+and worker class. The kernels run in the emulator; one prompt runs in SGLang, the long ones in the reference."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,13 +45,51 @@ class Stream:
         pass
 
 
-def test_steps_of_a_request(
-    runner: Any, checkpoint: Path, tmp_path: Path, plugins: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", Stream)
+
+
+def served_step(runner: Any, folder: Path, draft: DraftConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """(SGLang's draft module, its pool, its worker, our step): what there is when SGLang calls init_cuda_graphs."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-    from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
-    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2, make_draft_input_v2
+    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
     from sglang.srt.utils.hf_transformers_utils import get_config
+
+    monkeypatch.setattr(runner.model.model.language_model, "layers_to_capture", list(TAPS))
+    module = sglang_draft.load(folder, runner.model, draft)
+    pool = MHATokenToKVPool(
+        size=runner.token_to_kv_pool.size, page_size=1, dtype=torch.bfloat16, head_num=2, head_dim=128, layer_num=2,
+        device="cpu", enable_memory_saver=False,
+    )  # fmt: skip
+    served = object.__new__(DFlashWorkerV2)
+    served._target_worker = SimpleNamespace(model_runner=runner)
+    hf_config = get_config(str(folder), trust_remote_code=False)
+    served.draft_model_runner = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=hf_config), token_to_kv_pool=pool
+    )
+    served.draft_model, served._noise_embed_scale, served.block_size = module, 1.0, WIDTH
+    served._selector_sample, served._block_verification = None, False
+    built = build_on(Immediate(sms=3), runner.model, runner.model_config.hf_config, rows=WIDTH)
+    return module, pool, served, worker.build_step(built, served)
+
+
+def batch_of(row: int, length: torch.Tensor, anchor: torch.Tensor) -> Any:
+    from sglang.srt.speculative.dflash_worker_v2 import make_draft_input_v2
+
+    seen = length.clone()
+    seen.record_stream = lambda _stream: None  # type: ignore[method-assign]
+    return SimpleNamespace(
+        req_pool_indices=torch.tensor([row]), seq_lens=seen,
+        spec_info=make_draft_input_v2(bonus_tokens=anchor, new_seq_lens=seen),
+    )  # fmt: skip
+
+
+def test_steps_of_a_request(
+    runner: Any, checkpoint: Path, tmp_path: Path, plugins: None, streams: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 
     config, draft = load_target_config(checkpoint), draft_of()
     save_draft(tmp_path, draft, random_draft(draft, 5))
@@ -64,55 +102,30 @@ def test_steps_of_a_request(
         for event in generate(reference, ids.tolist(), SamplingParams(), width=WIDTH, max_new_tokens=NEW, stop_ids=())
     ]
 
-    # What SGLang has when it calls init_cuda_graphs.
+    module, pool, served, full = served_step(runner, tmp_path, draft, monkeypatch)
     language_model = runner.model.model.language_model
-    monkeypatch.setattr(language_model, "layers_to_capture", list(TAPS))
-    module = sglang_draft.load(tmp_path, runner.model, draft)
-    target_pool = runner.token_to_kv_pool
-    pool = MHATokenToKVPool(
-        size=target_pool.size, page_size=1, dtype=torch.bfloat16, head_num=2, head_dim=128, layer_num=2, device="cpu",
-        enable_memory_saver=False,
-    )  # fmt: skip
-    served = object.__new__(DFlashWorkerV2)
-    served._target_worker = SimpleNamespace(model_runner=runner)
-    hf_config = get_config(str(tmp_path), trust_remote_code=False)
-    served.draft_model_runner = SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=hf_config), token_to_kv_pool=pool
-    )
-    served.draft_model, served._noise_embed_scale, served.block_size = module, 1.0, WIDTH
-    served._selector_sample, served._block_verification = None, False
-    built = build_on(Immediate(sms=3), runner.model, runner.model_config.hf_config, rows=WIDTH)
-    full = worker.build_step(built, served)
 
     # A prompt by SGLang, its taps in the draft's cache as SGLang's own modules compute them.
-    streams: list[torch.Tensor] = []
-    watched = [language_model.layers[i].register_forward_hook(lambda _m, _a, out: streams.append(out[0])) for i in TAPS]
+    taken: list[torch.Tensor] = []
+    watched = [language_model.layers[i].register_forward_hook(lambda _m, _a, out: taken.append(out[0])) for i in TAPS]
     language_model.layers_to_capture = []
     sequence = Sequence.prefill(runner, ids)
     for handle in watched:
         handle.remove()
     row = int(sequence.batch.req_pool_indices[0])
     table = runner.req_to_token_pool.req_to_token
-    past = sglang_draft.context(module, torch.stack([stream.to(torch.bfloat16) for stream in streams]))
+    past = sglang_draft.context(module, torch.stack([stream.to(torch.bfloat16) for stream in taken]))
     for layer, (keys, values) in enumerate(zip(past.keys, past.values, strict=True)):
         pool.get_key_buffer(layer)[table[row, :PROMPT].long()] = keys
         pool.get_value_buffer(layer)[table[row, :PROMPT].long()] = values
     ahead = NEW + 2 * WIDTH
     table[row, PROMPT : PROMPT + ahead] = runner.token_to_kv_pool_allocator.alloc(ahead).to(torch.int32)
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", Stream)
     published: list[torch.Tensor] = []
     length, anchor, emitted, counts = torch.tensor([PROMPT]), sequence.logits[0].argmax()[None], [], []
     assert int(anchor) == steps[0][0]
     while len(emitted) < NEW - 1:
-        seen = length.clone()
-        seen.record_stream = lambda _stream: None  # type: ignore[method-assign]
-        batch = SimpleNamespace(
-            req_pool_indices=torch.tensor([row]), seq_lens=seen,
-            spec_info=make_draft_input_v2(bonus_tokens=anchor, new_seq_lens=seen),
-        )  # fmt: skip
-        result = worker.run(full, served, batch, published.append)
+        result = worker.run(full, served, batch_of(row, length, anchor), published.append)
         counts.append(int(result.accept_lens))
         emitted += result.next_token_ids[: counts[-1]].tolist()
         assert isinstance(result.next_draft_input, DFlashDraftInputV2)
