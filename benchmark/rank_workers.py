@@ -5,7 +5,6 @@ to the process that started it, so that a run which is cut off keeps what it had
 """
 
 import multiprocessing
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,10 +36,8 @@ class Store:
     """The ranks' store, in the process that starts them: no rank is left without it when another has ended."""
 
     def __init__(self) -> None:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            self.port = int(listener.getsockname()[1])
-        self._store = _store(self.port, holds=True)
+        self._store = _store(0, holds=True)
+        self.port = int(self._store.port)
 
 
 def client(port: int) -> Any:

@@ -176,23 +176,20 @@ DEVICE void add_held_values(Sums& sums, const float (&score)[KEY_BLOCKS][4], uin
     const uint32_t own = piece_at(key, matrix / 2);
 #pragma unroll
     for (int two = 0; two < KEY_BLOCKS / 2; ++two) {
-        const float (&s0)[4] = score[2 * two];
-        const float (&s1)[4] = score[2 * two + 1];
-        const uint32_t a0 = Cached::pack(s0[0], s0[1]), a1 = Cached::pack(s0[2], s0[3]);
-        const uint32_t a2 = Cached::pack(s1[0], s1[1]), a3 = Cached::pack(s1[2], s1[3]);
+        const Weights a(score, two);
 #pragma unroll
         for (int pair = 0; pair < PIECES / 2; ++pair) {
             const uint4 v = shared_load_transposed(at + two * 16 * HEAD_BYTES + (own ^ (pair * 32)));
             if constexpr (cfg::FP8_CACHE) {  // a word: two dimensions of two keys
                 const uint2 v0 = e4m3x4_to_f16x4(deal_bytes(v.x)), v1 = e4m3x4_to_f16x4(deal_bytes(v.y));
                 const uint2 v2 = e4m3x4_to_f16x4(deal_bytes(v.z)), v3 = e4m3x4_to_f16x4(deal_bytes(v.w));
-                Cached::multiply(sums.out[4 * pair], a0, a1, a2, a3, v0.x, v1.x);
-                Cached::multiply(sums.out[4 * pair + 1], a0, a1, a2, a3, v0.y, v1.y);
-                Cached::multiply(sums.out[4 * pair + 2], a0, a1, a2, a3, v2.x, v3.x);
-                Cached::multiply(sums.out[4 * pair + 3], a0, a1, a2, a3, v2.y, v3.y);
+                a.multiply(sums.out[4 * pair], v0.x, v1.x);
+                a.multiply(sums.out[4 * pair + 1], v0.y, v1.y);
+                a.multiply(sums.out[4 * pair + 2], v2.x, v3.x);
+                a.multiply(sums.out[4 * pair + 3], v2.y, v3.y);
             } else {
-                Cached::multiply(sums.out[2 * pair], a0, a1, a2, a3, v.x, v.y);
-                Cached::multiply(sums.out[2 * pair + 1], a0, a1, a2, a3, v.z, v.w);
+                a.multiply(sums.out[2 * pair], v.x, v.y);
+                a.multiply(sums.out[2 * pair + 1], v.z, v.w);
             }
         }
     }

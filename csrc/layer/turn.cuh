@@ -153,6 +153,22 @@ DEVICE void hide_unseen(const Rows& rows, const Tile& tile, int first, float (&s
     }
 }
 
+// The row operand of the product with the values: the layout of the scores' sums is its layout, two key blocks at a
+// time.
+struct Weights {
+    uint32_t a0, a1, a2, a3;
+
+    DEVICE Weights(const float (&score)[KEY_BLOCKS][4], int two) {
+        const float (&s0)[4] = score[2 * two];
+        const float (&s1)[4] = score[2 * two + 1];
+        a0 = Cached::pack(s0[0], s0[1]), a1 = Cached::pack(s0[2], s0[3]);
+        a2 = Cached::pack(s1[0], s1[1]), a3 = Cached::pack(s1[2], s1[3]);
+    }
+    DEVICE void multiply(float (&sum)[4], uint32_t b0, uint32_t b1) const {
+        Cached::multiply(sum, a0, a1, a2, a3, b0, b1);
+    }
+};
+
 // A tile's sums over the keys so far.
 struct Sums {
     float highest[2], total[2], out[8][4];
@@ -205,24 +221,21 @@ struct Sums {
         }
     }
 
-    // The scores' sum layout is the layout of the next product's row operand, two key blocks at a time; values are
-    // transposed across the warp. Word i of half `part` transposes to dimensions 32 part + 8 (n / 2) + 2 i + n % 2.
+    // Values are transposed across the warp. Word i of half `part` transposes to dimensions
+    // 32 part + 8 (n / 2) + 2 i + n % 2.
     template <class Values>
     DEVICE void add_values(const float (&score)[KEY_BLOCKS][4], const Values& values) {
 #pragma unroll
         for (int two = 0; two < KEY_BLOCKS / 2; ++two) {
-            const float (&s0)[4] = score[2 * two];
-            const float (&s1)[4] = score[2 * two + 1];
-            const uint32_t a0 = Cached::pack(s0[0], s0[1]), a1 = Cached::pack(s0[2], s0[3]);
-            const uint32_t a2 = Cached::pack(s1[0], s1[1]), a3 = Cached::pack(s1[2], s1[3]);
+            const Weights a(score, two);
 #pragma unroll
             for (int part = 0; part < 2; ++part) {
                 const uint4 v0 = values.pairs(2 * two, part), v1 = values.pairs(2 * two + 1, part);
                 float (&o)[8][4] = out;
-                Cached::multiply(o[part * 4 + 0], a0, a1, a2, a3, transpose_8x8(v0.x), transpose_8x8(v1.x));
-                Cached::multiply(o[part * 4 + 1], a0, a1, a2, a3, transpose_8x8(v0.y), transpose_8x8(v1.y));
-                Cached::multiply(o[part * 4 + 2], a0, a1, a2, a3, transpose_8x8(v0.z), transpose_8x8(v1.z));
-                Cached::multiply(o[part * 4 + 3], a0, a1, a2, a3, transpose_8x8(v0.w), transpose_8x8(v1.w));
+                a.multiply(o[part * 4 + 0], transpose_8x8(v0.x), transpose_8x8(v1.x));
+                a.multiply(o[part * 4 + 1], transpose_8x8(v0.y), transpose_8x8(v1.y));
+                a.multiply(o[part * 4 + 2], transpose_8x8(v0.z), transpose_8x8(v1.z));
+                a.multiply(o[part * 4 + 3], transpose_8x8(v0.w), transpose_8x8(v1.w));
             }
         }
     }
