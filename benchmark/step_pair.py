@@ -62,6 +62,9 @@ class Planner:
     ) -> None:
         """Nothing runs."""
 
+    def lend(self, memory: Sequence[tuple[str, Tensor, bool]]) -> None:
+        """Nothing runs."""
+
     def synchronize(self) -> None:
         """Nothing runs."""
 

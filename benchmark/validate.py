@@ -25,10 +25,11 @@ from sgl_muse_mega.megakernel.accept_instance import AcceptInstance
 from sgl_muse_mega.megakernel.build import build
 from sgl_muse_mega.megakernel.draft_instance import DraftInstance
 from sgl_muse_mega.megakernel.instance import Instance
+from sgl_muse_mega.megakernel.server_instance import ServerInstance
 
 ROOT = Path(__file__).parents[1]
 MODELS = ("tiny", "tiny-bf16", "odd", "odd-bf16", "full", "full-bf16")
-NAMES = (*Instance.kernels, *DraftInstance.kernels, *AcceptInstance.kernels)
+NAMES = (*Instance.kernels, *DraftInstance.kernels, *AcceptInstance.kernels, *ServerInstance.kernels)
 # API errors are left out: cuda-bindings asks the driver for functions that an older driver does not have.
 SANITIZER = " ".join(
     (

@@ -20,6 +20,7 @@ from sgl_muse_mega.megakernel.compiled import Compiled
 from sgl_muse_mega.megakernel.draft_instance import DraftInstance, TargetEnds
 from sgl_muse_mega.megakernel.inspection import MachineCode
 from sgl_muse_mega.megakernel.instance import Instance
+from sgl_muse_mega.megakernel.server_instance import ServerInstance
 from sgl_muse_mega.toolchain import cache_directory, find_nvdisasm
 
 HOPPER_SMS = 132
@@ -53,6 +54,7 @@ def instances(
             sms, vocab=config.vocab_size, selector_k=draft.selector_top_k if draft else 1,
             softcap=config.final_logit_softcapping, row_cap=row_cap, ranks=ranks,
         )  # fmt: skip
+        found[f"server {row_cap}"] = ServerInstance(row_cap, sms)
     return found
 
 

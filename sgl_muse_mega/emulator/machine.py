@@ -189,11 +189,19 @@ class EmulatedMachine:
         self._library.emulator_count_unwritten.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
         self._library.emulator_events.restype = ctypes.c_uint64
         self._regions: tuple[Region, ...] = ()
+        self._lent: tuple[Region, ...] = ()
+
+    def lend(self, regions: Sequence[Region]) -> None:
+        """From now on exactly this memory may be touched besides, and by these rules where it is in use, too."""
+        if [id(region) for region in regions] != [id(region) for region in self._lent]:
+            self._lent = tuple(regions)
+            self.use(self._regions)
 
     def use(self, regions: Sequence[Region]) -> None:
         """From now on exactly this memory may be touched; what was written to it before is forgotten."""
         self._library.emulator_clear_regions()
-        for region in regions:
+        lent = {region.tensor.data_ptr(): region for region in self._lent}
+        for region in (*lent.values(), *(region for region in regions if region.tensor.data_ptr() not in lent)):
             tensor = region.tensor
             size = tensor.numel() * tensor.element_size()
             self._library.emulator_add_region(

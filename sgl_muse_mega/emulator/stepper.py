@@ -60,6 +60,7 @@ class Emulator:
         self.statistics: Statistics | None = None  # of the last run
         self.fault_record = torch.zeros(RECORD_WORDS, dtype=torch.int64)
         self._stream: list[Launch] = []
+        self.lent: dict[str, Region] = {}
 
     def load(self, instance: Compiled, progress: Progress = quiet) -> EmulatedModule:
         path = compile_kernels(instance.header(), self._sources, instance.source, progress)
@@ -74,6 +75,10 @@ class Emulator:
         """`attach` for launches beside those of `step`: (name, tensor, constant, written); the step's own memory is
         added where it is not among them."""
         machine().use(declared_regions(memory, step, caches))
+
+    def lend(self, memory: Sequence[tuple[str, Tensor, bool]]) -> None:
+        for name, tensor, constant in memory:
+            self.lent[name] = Region(f"rank {self.rank} {name}" if self.rank else name, tensor, constant, written=True)
 
     def describe_boxes(self, boxes: Boxes) -> bytes:
         """BoxDescription of csrc/emulator/instr/bulk.cuh."""
@@ -136,6 +141,7 @@ def run_together(machines: Sequence[Emulator], schedule: Schedule) -> Statistics
     """Runs the streams of the machines, one rank each. Raises EmulatorFault with the sentences of the kernels that gave
     up."""
     launches = [launch for each in machines for launch in each.take()]
+    machine().lend([region for each in machines for region in each.lent.values()])
     try:
         return machine().run(launches, schedule)
     except EmulatorFault as fault:

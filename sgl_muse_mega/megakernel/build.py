@@ -20,6 +20,9 @@ from sgl_muse_mega.toolchain import cache_directory, find_nvcc
 
 HOPPER = "sm_90a"
 ARCHITECTURES = (HOPPER, "sm_103a")
+FOLDERS = {"server.cu": ("server", "instr")}
+"""Of csrc, those that a file's kernels include from; others include from `_STEP_FOLDERS`."""
+_STEP_FOLDERS = ("layer", "decode", "draft", "step", "instr")
 COMPILER = "13.0"  # the release that the kernels are tuned for
 
 Progress = Callable[[str], None]
@@ -174,7 +177,7 @@ def _flags(target: str) -> list[str]:
 def _sources(main: str) -> list[Path]:
     source = source_directory()
     files = [source / main]
-    for folder in (source / name for name in ("layer", "decode", "draft", "step", "instr")):
+    for folder in (source / name for name in FOLDERS.get(main, _STEP_FOLDERS)):
         files += sorted(p for p in folder.rglob("*") if p.suffix in {".cuh", ".h"})
     return files
 

@@ -150,6 +150,9 @@ class CudaMachine:
     ) -> None:
         """A GPU needs no declaration of memory."""
 
+    def lend(self, memory: Sequence[tuple[str, Tensor, bool]]) -> None:
+        """A GPU needs no declaration of memory."""
+
     def synchronize(self) -> None:
         """Waits for everything. Raises UserError with the sentence of a kernel that gave up waiting."""
         try:

@@ -67,6 +67,9 @@ EXPECTED: Mapping[str, Mapping[str, re.Pattern[str]]] = {
     "draft_context_kernel": _STREAMING,
     "accept_kernel": {**_HAND_OFF, **_WIDE},  # no weights
     "compact_kernel": _LAUNCH,  # its addresses come from memory, so its loads are generic
+    "step_begin_kernel": _LAUNCH,
+    "step_end_kernel": _LAUNCH,
+    "forward_begin_kernel": _LAUNCH,
 }
 
 

@@ -58,6 +58,10 @@ class Machine(Protocol):
         """The same for launches beside those of `step`: (name, tensor, whether no launch may write it, whether it holds
         values) of the memory that they may touch, and `step` with its caches."""
 
+    def lend(self, memory: Sequence[tuple[str, Tensor, bool]]) -> None:
+        """Memory of others, (name, tensor, whether no launch may write it), that launches may touch from now on,
+        whatever is declared; what was lent under one of the names before is taken back."""
+
     def describe_boxes(self, boxes: Boxes) -> bytes:
         """The description that box copies take, at most 128 bytes."""
 

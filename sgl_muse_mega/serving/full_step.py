@@ -1,8 +1,8 @@
-"""A whole DFLASH step of one request over the server's caches: two graph replays, no host in between.
+"""A whole DFLASH step of one request over the server's caches: a launch and a graph's replay, no host in between.
 
-The first reads what the scheduler may change afterwards (the request's row of slots, its length, its anchor token); the
-second is draft, verify, accept and the draft's context. SGLang's tables stay the only state: a step that SGLang runs
-itself may come before and after any of these.
+The launch reads what the scheduler may change afterwards (the request's row of slots, its length, its anchor token);
+the graph is draft, verify, accept, the draft's context and the result. SGLang's tables stay the only state: a step that
+SGLang runs itself may come before and after any of these.
 """
 
 import logging
@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from sgl_muse_mega.megakernel.build import Progress, quiet
 from sgl_muse_mega.megakernel.decode_loop import CHAIN
 from sgl_muse_mega.megakernel.decode_request import request_words
 from sgl_muse_mega.megakernel.decode_step import DecodeStep
-from sgl_muse_mega.megakernel.draft_protocol import STATE
-from sgl_muse_mega.megakernel.scratch import chain_ancestors
 from sgl_muse_mega.serving.tables import LiveTables
 from sgl_muse_mega.speculative.rows import RowPlan
 from sgl_muse_mega.speculative.sampling import SamplingParams
@@ -56,28 +55,26 @@ class FullStep:
         full_to_sliding: Tensor | None,
         plan: RowPlan = CHAIN,
         timer: Timer | None = None,
+        progress: Progress = quiet,
     ) -> None:
         """req_to_token int32 [requests, positions]; full_to_sliding int64: the sliding pool's slot of a full slot.
 
         plan: trees, of no more nodes than the width, for the server keeps no slots for more; or a chosen width. What a
         step learns goes on from request to request. timer: the first step replaces the plan's costs by times of its
-        own.
+        own. Raises UserError when the kernels cannot be compiled.
         """
         self._timer = timer
         self._decode, self._width, self._plan = decode, width, plan
         decode.take(plan)
-        self._req_to_token, self._full_to_sliding = req_to_token, full_to_sliding
         step = decode.step
-        device, row_cap = step.machine.device, step.instance.row_cap
-        self._tables = LiveTables(step.inputs, window=step.config.sliding_window)
-        self._row, self._length, self._anchor = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(3))
-        self._offsets = torch.arange(row_cap, device=device)
-        self._chain = chain_ancestors(row_cap).to(device)
-        self._result = torch.zeros(width + 3, dtype=torch.int64, device=device)
+        self._tables = LiveTables(
+            step.machine, step.inputs, decode.state, window=step.config.sliding_window, req_to_token=req_to_token,
+            full_to_sliding=full_to_sliding, progress=progress,
+        )  # fmt: skip
         self.use(SamplingParams())
         if decode.draft:
             decode.draft.pages = step.inputs.full_pages  # the draft's cache has the target's full slots
-        self._replays: list[Callable[[], None]] = []
+        self._replay: Callable[[], None] = self._run
 
     def use(self, params: SamplingParams) -> None:
         """Enqueues a change of how tokens are chosen from the next step on."""
@@ -86,22 +83,22 @@ class FullStep:
         request.copy_(words.pin_memory() if request.is_cuda else words, non_blocking=True)
 
     def capture(self) -> None:
-        """Captures both graphs; on a machine without graphs the launches are made anew every time.
+        """Captures the graph; on a machine without graphs the launches are made anew every time.
 
-        Each part runs once before, for allocations and lazy initialisation: as a step of nobody, behind no context,
+        All of it runs once before, for allocations and lazy initialisation: as a step of nobody, behind no context,
         whose rows go to slot 0.
         """
+        device = self._decode.step.machine.device
         with torch.inference_mode():  # as SGLang's forwards, which may have made some of the tensors
-            for part in (self._prepare, self._run):
-                part()
-                if self._decode.step.machine.device.type != "cuda":
-                    self._replays.append(part)
-                    continue
+            row, length, anchor = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(3))
+            self._tables.launch_begin(row, length, anchor, self._result())
+            self._run()
+            if device.type == "cuda":
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
-                    part()
-                self._replays.append(graph.replay)
+                    self._run()
+                self._replay = graph.replay
             self._decode.take(self._plan)  # nothing is learnt from nobody
 
     def __call__(
@@ -111,23 +108,29 @@ class FullStep:
 
         tables_read is called when everything is enqueued that reads the server's tables.
         """
-        for static, value in ((self._row, row), (self._length, length), (self._anchor, anchor)):
-            static.copy_(value)
-        if self._timer:
-            self._measure(self._timer)
-            self._timer = None
-        self._replays[0]()
-        tables_read()
-        self._replays[1]()
-        fresh = self._result.clone()
-        width = self._width
-        return StepResult(fresh[:width], fresh[width : width + 1].to(torch.int32), fresh[-2:-1], fresh[-1:])
+        width, fresh = self._width, self._result()
 
-    def _measure(self, timer: Timer) -> None:
+        def begin() -> None:
+            self._tables.launch_begin(row, length, anchor, fresh)
+
+        if self._timer:
+            self._measure(self._timer, begin)
+            self._timer = None
+        begin()
+        tables_read()
+        self._replay()
+        committed = fresh[width : width + 1].view(torch.int32)[:1]  # the word's lower half
+        return StepResult(fresh[:width], committed, fresh[-2:-1], fresh[-1:])
+
+    def _result(self) -> Tensor:
+        """The memory of a step's result, as csrc/server/step_end.cuh fills it."""
+        return torch.empty(self._width + 3, dtype=torch.int64, device=self._decode.step.machine.device)
+
+    def _measure(self, timer: Timer, begin: Callable[[], None]) -> None:
         """Costs from replays of the step that is to come, with so many rows that count.
 
         A step can be repeated: it writes behind the committed rows alone, where the real one writes again, and
-        `_prepare` sets back what it reads. What it learns is set back here.
+        `begin` sets back what it reads. What it learns is set back here.
         """
         state, most = self._decode.state, self._plan.nodes or self._width
         learnt = state.calibration.clone()
@@ -136,8 +139,8 @@ class FullStep:
             self._decode.take(replace(self._plan, cost=only(rows, most)))
             times = []
             for _ in range(WARM_UP + REPEATS):
-                self._replays[0]()
-                times.append(timer(self._replays[1]))
+                begin()
+                times.append(timer(self._replay))
             points[rows] = statistics.median(times[WARM_UP:])
         self._plan = replace(self._plan, cost=interpolated(points, most))
         self._decode.take(self._plan)
@@ -145,30 +148,8 @@ class FullStep:
         shown = ", ".join(f"{rows}: {ms:.3f}" for rows, ms in points.items())
         logger.info("Muse megakernel: ms of a step by the rows that count, measured on the first request: %s.", shown)
 
-    def _prepare(self) -> None:
-        inputs = self._decode.step.inputs
-        inputs.length.copy_(self._length)
-        inputs.token_ids[:1].copy_(self._anchor)
-        self._tables.copy(self._req_to_token, self._row, self._full_to_sliding)
-        positions = self._offsets + self._length
-        inputs.positions.copy_(positions)
-        inputs.full_slots.copy_(inputs.full_pages[positions])
-        inputs.sliding_slots.copy_(inputs.sliding_pages[positions])
-        self._decode.state.state.zero_()
-
     def _run(self) -> None:
-        decode, width, plan = self._decode, self._width, self._plan
-        decode.launch(width, nodes=plan.nodes or 0, auto=plan.cost is not None)
-        # The accept launch leaves the new anchor in row 0 and the drafts behind it.
-        inputs, committed = decode.step.inputs, decode.state.state[STATE.index("COMMITTED")].reshape(1)
-        if plan.nodes is None:
-            self._result[: width - 1].copy_(inputs.token_ids[1:width])
-        else:
-            torch.index_select(inputs.token_ids, 0, decode.state.path[1:width], out=self._result[: width - 1])
-        if plan.learns:  # the server's own steps verify chains through the same inputs
-            inputs.ancestors.copy_(self._chain)
-            inputs.live.fill_(len(self._chain))
-        self._result.index_copy_(0, (committed - 1).clamp_(min=0), inputs.token_ids[:1])
-        self._result[width : width + 1].copy_(committed)
-        self._result[-2:-1].copy_(inputs.token_ids[:1])
-        self._result[-1:].copy_(inputs.length)
+        plan = self._plan
+        self._decode.launch(self._width, nodes=plan.nodes or 0, auto=plan.cost is not None)
+        # The server's own steps verify chains through the same inputs.
+        self._tables.launch_end(self._width, tree=plan.nodes is not None, restore=plan.learns)

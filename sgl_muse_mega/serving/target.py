@@ -43,7 +43,7 @@ class TargetMegakernel:
         self.widths = (rows,)
         self.coverage = coverage
         window = step.config.sliding_window
-        self._tables = AttentionTables(step.inputs, window=window, page_size=page_size)
+        self._tables = AttentionTables(step.machine, step.inputs, window=window, page_size=page_size)
         self._layers_to_capture = layers_to_capture
         self.place = place
         self._head = head
@@ -103,14 +103,8 @@ class TargetMegakernel:
     def launch(self, view: Any, input_ids: Tensor, positions: Tensor, forward_batch: Any) -> None:
         """Enqueues a step over SGLang's caches and tables (view: its ForwardView)."""
         self.bind(view.kv_pool.pool)
-        inputs, rows, metadata = self.step.inputs, self.rows, view.metadata
-        inputs.token_ids[:rows].copy_(input_ids)
-        inputs.positions[:rows].copy_(positions)
-        inputs.length.copy_(positions[:1])
-        inputs.full_slots[:rows].copy_(forward_batch.out_cache_loc)
-        if metadata.swa_out_cache_loc is not None:
-            inputs.sliding_slots[:rows].copy_(metadata.swa_out_cache_loc[:rows])
-        self._tables.copy(metadata)
+        rows = self.rows
+        self._tables.launch(input_ids, positions, forward_batch.out_cache_loc, view.metadata)
         self.step.machine.attach(self.step, self._caches)
         if self._head is None:
             self.step.launch(rows)

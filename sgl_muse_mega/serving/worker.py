@@ -152,6 +152,7 @@ def assemble(
         timer=cost_timer(),
         req_to_token=target.req_to_token_pool.req_to_token,
         full_to_sliding=getattr(target.token_to_kv_pool, "full_to_swa_index_mapping", None),
+        progress=logger.info,
     )
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from kernel_count import KernelCount
 from torch import Tensor
 
 from sgl_muse_mega.checkpoint import tiny
@@ -40,7 +41,10 @@ PROMPT = "Sam has 3 pens and buys 4 more. How many pens?"
 class Immediate(Emulator):
     """Launches run where they are enqueued, as they seem to on a GPU."""
 
+    launches = 0
+
     def enqueue(self, launch: Launch) -> None:
+        self.launches += 1
         super().enqueue(launch)
         self.synchronize()
 
@@ -95,10 +99,10 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         return (5.0 + rows) + (-1.0 if repeat == 5 else 100.0 if repeat in (1, 2, 3) else 0.0)
 
     full = object.__new__(full_step.FullStep)
-    full._plan, full._width, full._replays = RowPlan(6, WRONG), WIDTH, [lambda: calls.append("prepare"), step]
+    full._plan, full._width, full._replay = RowPlan(6, WRONG), WIDTH, step
     full._decode = SimpleNamespace(state=state, take=take)  # type: ignore[assignment]
-    full._measure(timer)
-    assert calls == ["prepare", "step"] * 4 * 6
+    full._measure(timer, lambda: calls.append("begin"))
+    assert calls == ["begin", "step"] * 4 * 6
     assert [plan.nodes for plan in plans] == [6] * 5
     assert plans[-1] is full._plan
     assert plans[-1].cost.tolist() == [0, 6, 7, 8, 9, 10, 11]
@@ -182,7 +186,13 @@ def test_text_of_a_request(
     told = []
     emitted = [int(anchor)]
     while len(emitted) < NEW:
-        result = full(server.row, length, anchor, lambda: told.append(True))
+        before = machine.launches
+        with KernelCount() as pytorch:
+            result = full(server.row, length, anchor, lambda: told.append(True))
+        if not measures or read:  # the first of these measures
+            # Beginning, draft and its head, embedding, layers, head, accept, the draft's context, end; a tree's move.
+            assert machine.launches - before == 8 + config.num_hidden_layers + (plan.nodes is not None)
+        assert not pytorch.found or (measures and not read)
         count = int(result.committed)
         emitted += result.tokens[:count].tolist()
         assert int(result.anchor) == emitted[-1]

@@ -1,7 +1,5 @@
 """Whole steps of two emulated ranks over a server's tables: on every rank what the kernels' own loop commits."""
 
-from typing import Any
-
 import pytest
 import torch
 from decode_rank_case import PROMPT, WIDTH, DecodeRankCase
@@ -14,20 +12,6 @@ from sgl_muse_mega.speculative.sampling import SamplingParams
 
 RANKS, STEPS = 2, 2
 SAMPLED = SamplingParams(temperature=3.0, top_p=0.95, top_k=150, seed=7)
-
-
-class Together:
-    """A rank's decode step that is over when it has been launched, as it seems to be on a GPU."""
-
-    def __init__(self, decode: Any, machine: RankEmulator) -> None:
-        self._decode, self._machine = decode, machine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._decode, name)
-
-    def launch(self, rows: int, **options: Any) -> None:
-        self._decode.launch(rows, **options)
-        self._machine.synchronize()
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
@@ -43,16 +27,18 @@ def test_two_ranks(params: SamplingParams) -> None:
         table = torch.zeros(3, positions, dtype=torch.int32)
         table[2] = torch.arange(1, positions + 1)  # where the loop has them, too
         full = FullStep(
-            Together(loop.decode, machine),  # type: ignore[arg-type]
+            loop.decode,
             width=WIDTH,
             req_to_token=table,
             full_to_sliding=torch.arange(positions + 1),
         )
         full.capture()
+        machine.synchronize()
         full.use(params)
         length, results = torch.tensor([len(PROMPT)]), []
         for _ in range(STEPS):
             results.append(full(torch.tensor([2]), length, anchor, lambda: None))
+            machine.synchronize()
             length, anchor = results[-1].length, results[-1].anchor
         return results
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import packed_metadata, paged_metadata, target_config
+from kernel_count import KernelCount
 from torch import Tensor
 
 from sgl_muse_mega.emulator.machine import Launch
@@ -160,7 +161,10 @@ def test_verify_step(
     planned = made.plan(batch.input_ids, batch)
     assert (planned.mode, planned.rows) == ("target_verify", 8)
     step = SimpleNamespace(rows=8, view=view)
-    out = made.forward(step, runner.model.forward, batch.input_ids, batch.positions, batch)
+    made.bind(runner.token_to_kv_pool)
+    with KernelCount() as pytorch:  # nothing but kernels of ours
+        out = made.forward(step, runner.model.forward, batch.input_ids, batch.positions, batch)
+    assert not pytorch.found
     close(out.next_token_logits, stock[0][:8])
     assert out.hidden_states.shape == (8, 2 * target_config().hidden_size)
     close(out.hidden_states, stock[1][:8])

@@ -9,6 +9,7 @@ import pytest
 import sglang_draft
 import torch
 from conftest import target_config
+from kernel_count import KernelCount
 from test_forward import Immediate, Sequence
 
 from sgl_muse_mega.checkpoint.draft import load_draft, save_draft
@@ -125,7 +126,10 @@ def test_steps_of_a_request(
     length, anchor, emitted, counts = torch.tensor([PROMPT]), sequence.logits[0].argmax()[None], [], []
     assert int(anchor) == steps[0][0]
     while len(emitted) < NEW - 1:
-        result = worker.run(full, served, batch_of(row, length, anchor), published.append)
+        batch = batch_of(row, length, anchor)
+        with KernelCount() as pytorch:  # all of a step is kernels of ours
+            result = worker.run(full, served, batch, published.append)
+        assert not pytorch.found
         counts.append(int(result.accept_lens))
         emitted += result.next_token_ids[: counts[-1]].tolist()
         assert isinstance(result.next_draft_input, DFlashDraftInputV2)
