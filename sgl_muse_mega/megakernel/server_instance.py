@@ -60,10 +60,12 @@ class Indices(ctypes.Structure):
 
     @classmethod
     def of(cls, tensor: Tensor, count: int | None = None) -> "Indices":
-        """tensor: int32 or int64, contiguous in its last dimension. count: None: all of them."""
+        """tensor: int32 or int64, contiguous in its last dimension. count: None: all of them, or as many as the field
+        can say, of a server's lists for many requests."""
         assert tensor.dtype in (torch.int32, torch.int64), tensor.dtype
         assert tensor.stride(-1) == 1 or tensor.shape[-1] == 1, tensor.stride()
-        return cls(tensor.data_ptr(), tensor.numel() if count is None else count, int(tensor.dtype == torch.int64))
+        most = min(tensor.numel() if count is None else count, 2**31 - 1)
+        return cls(tensor.data_ptr(), most, int(tensor.dtype == torch.int64))
 
 
 _C_TYPES["Indices"] = Indices

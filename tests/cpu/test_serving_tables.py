@@ -23,6 +23,7 @@ from sgl_muse_mega.megakernel.build import source_directory
 from sgl_muse_mega.megakernel.draft_protocol import STATE
 from sgl_muse_mega.megakernel.draft_scratch import DecodeState
 from sgl_muse_mega.megakernel.scratch import StepInputs
+from sgl_muse_mega.megakernel.server_instance import Indices
 from sgl_muse_mega.serving.tables import AttentionTables, LiveTables
 
 POSITIONS, WINDOW, CAP, GARBAGE = 96, 10, 8, 2**30
@@ -253,6 +254,16 @@ def test_a_model_without_sliding_layers() -> None:
     begin(made, made.live(torch.ones(1, POSITIONS, dtype=torch.int32), None), 0, 20)
     assert made.inputs.full_pages[:36].eq(1).all()
     assert torch.equal(made.inputs.sliding_pages, before)
+
+
+def test_lists_of_many_requests() -> None:
+    """Longer ones than 32 bits can count."""
+    few = torch.zeros(3, dtype=torch.int64)
+    assert (Indices.of(few).count, Indices.of(few, 2**31).count) == (3, 2**31 - 1)
+    with pytest.raises(AssertionError):
+        Indices.of(few.float())
+    with pytest.raises(AssertionError):
+        Indices.of(torch.zeros(2, 3, dtype=torch.int32).T)
 
 
 def test_pytorch_adds_nothing() -> None:
