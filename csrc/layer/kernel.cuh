@@ -48,26 +48,15 @@ DEVICE void end_epoch(const Params& p, uint32_t epoch) {
 
 // ---- one decoder layer: q, k, v, gate of this layer to those of the next ----
 
-template <class Stages>
-DEVICE void layer_weights_before_experts(const Params& p, Stages& ring, uint64_t policy) {
+DEVICE void layer_weights(const Params& p) {
+    const uint64_t policy = eviction_policy(Keep::first_out);
+    attention::LoaderRing ring(p);
     load_weights<OProj>(p, ring, p.o_proj, policy);
     mark(p, Point::O_PROJ);
     load_weights<Router>(p, ring, p.router, policy);
     load_weights<PreProj>(p, ring, p.pre_expert_proj, policy);
     mark(p, Point::PRE_PROJ);
-}
-
-DEVICE void layer_weights(const Params& p) {
-    const uint64_t policy = eviction_policy(Keep::first_out);
-    Ring ring;
-    if constexpr (attention::STAGED) {
-        attention::LendingRing lending(p);
-        layer_weights_before_experts(p, lending, policy);
-        if (lending.lent) lending.take_back(p);
-        ring = lending;
-    } else {
-        layer_weights_before_experts(p, ring, policy);
-    }
+    if (ring.lent) ring.take_back(p);
     experts::prepare_boxes(p);
     routing::wait_table(p);
     mark(p, Point::TABLE);

@@ -1,68 +1,76 @@
-// Loader side of the dense products: weight chunks and token-row chunks into the ring.
+// Loader side of the dense products: weight chunks and token-row chunks into the ring. Products come as values, so that
+// there is one piece of code for all of them: what is fetched for the first is there for the next.
 #pragma once
 #include "ring.cuh"
 #include "schedule.cuh"
 
-// One stage of at most ROWS rows of ROW_BYTES; `left` rows exist.
-template <int ROWS, int ROW_BYTES>
-DEVICE void load_rows(const Ring& ring, int left, const char* source, int64_t stride, uint64_t policy) {
+// One stage of `rows` rows of ROW_BYTES, a multiple of AT_ONCE; that many copies are issued in a straight line.
+template <int ROW_BYTES, int AT_ONCE>
+DEVICE void load_rows(const Ring& ring, int rows, const char* source, int64_t stride, uint64_t policy) {
     if (!elect_one()) return;
-    if (left >= ROWS) {
-        mbarrier_arrive_expect(ring.full(), ROWS * ROW_BYTES);
-#pragma unroll 16
-        for (int row = 0; row < ROWS; ++row) {
-            bulk_load(ring.weights() + row_offset<ROW_BYTES>(row), source + row * stride, ROW_BYTES, ring.full(),
-                      policy);
+    mbarrier_arrive_expect(ring.full(), rows * ROW_BYTES);
+#pragma unroll 1
+    for (int group = 0; group < rows / AT_ONCE; ++group) {
+        const uint32_t to = ring.weights() + row_offset<ROW_BYTES>(group * AT_ONCE);
+#pragma unroll
+        for (int row = 0; row < AT_ONCE; ++row) {
+            bulk_load(to + row_offset<ROW_BYTES>(row), source + row * stride, ROW_BYTES, ring.full(), policy);
         }
-    } else {
-        mbarrier_arrive_expect(ring.full(), left * ROW_BYTES);
-        for (int row = 0; row < left; ++row) {
-            bulk_load(ring.weights() + row_offset<ROW_BYTES>(row), source + row * stride, ROW_BYTES, ring.full(),
-                      policy);
+        source += AT_ONCE * stride;
+    }
+}
+
+// weights: [n, stride bytes].
+template <int ROW_BYTES, int AT_ONCE, class Stages>
+DEVICE_CALL Stages load_weight_chunks(const Params& p, Stages ring, TaskList tasks, const char* weights, int64_t stride,
+                                      int n, uint64_t policy) {
+    for (DenseTask task; tasks.next(task);) {
+        const int left = n - task.block * BLOCK_ROWS, rows = left < BLOCK_ROWS ? left : BLOCK_ROWS;
+        const char* block = weights + task.block * BLOCK_ROWS * stride;
+#pragma unroll 1
+        for (int chunk = task.chunk; chunk < task.chunk_end; ++chunk) {
+            ring.wait_empty(p);
+            load_rows<ROW_BYTES, AT_ONCE>(ring, rows, block + chunk * ROW_BYTES, stride, policy);
+            mark(p, Point::ISSUED, rows * ROW_BYTES / 16);
+            ring.next();
         }
     }
+    return ring;
 }
 
 template <class G, class Stages>
 DEVICE void load_weights(const Params& p, Stages& ring, const void* weights, uint64_t policy) {
-    using Shape = Geometry<G>;
-    const char* base = static_cast<const char*>(weights);
-    constexpr int64_t STRIDE = static_cast<int64_t>(G::K) * (G::WIDE ? 4 : 2);
-    DenseTasks<G> tasks;
-    for (DenseTask task; tasks.next(task);) {
-        const int left = G::N - task.block * BLOCK_ROWS;
-        const char* block = base + task.block * BLOCK_ROWS * STRIDE;
-        for (int chunk = task.chunk; chunk < task.chunk_end; ++chunk) {
-            ring.wait_empty(p);
-            load_rows<BLOCK_ROWS, Shape::ROW_BYTES>(ring, left, block + chunk * Shape::ROW_BYTES, STRIDE, policy);
-            mark(p, Point::ISSUED, (left < BLOCK_ROWS ? left : BLOCK_ROWS) * Shape::ROW_BYTES / 16);
-            ring.next();
-        }
-    }
+    constexpr int AT_ONCE = G::N % 8 == 0 ? 8 : G::N % 4 == 0 ? 4 : G::N % 2 == 0 ? 2 : 1;
+    ring = load_weight_chunks<Geometry<G>::ROW_BYTES, AT_ONCE>(
+        p, ring, task_list<G>(), static_cast<const char*>(weights), G::K * (G::WIDE ? 4 : 2), G::N, policy);
 }
 
-// rows: bf16 [T, K], written by other CTAs; the caller has waited for them and fenced.
-template <class G>
-DEVICE void load_tokens(const Params& p, Ring& ring, const uint16_t* rows, uint64_t policy) {
-    using Shape = Geometry<G>;
-    DenseTasks<G> tasks;
+// rows: [count, stride bytes].
+DEVICE_CALL Ring load_token_chunks(const Params& p, Ring ring, TaskList tasks, const char* rows, int count,
+                                   int64_t stride, int bytes, uint64_t policy) {
     for (DenseTask task; tasks.next(task);) {
+#pragma unroll 1
         for (int chunk = task.chunk; chunk < task.chunk_end; ++chunk) {
             ring.wait_empty(p);
             if (elect_one()) {
-                mbarrier_arrive_expect(ring.full(), p.rows * Shape::TOKEN_BYTES);
-#pragma unroll
-                for (int row = 0; row < cfg::ROW_CAP; ++row) {
-                    if (row < p.rows) {
-                        bulk_load(ring.tokens() + row_offset<Shape::TOKEN_BYTES>(row),
-                                  rows + static_cast<int64_t>(row) * G::K + chunk * G::CHUNK, Shape::TOKEN_BYTES,
-                                  ring.full(), policy);
-                    }
+                mbarrier_arrive_expect(ring.full(), count * bytes);
+                const char* source = rows + chunk * bytes;
+#pragma unroll 1
+                for (int row = 0; row < count; ++row, source += stride) {
+                    bulk_load(ring.tokens() + row_offset(row, bytes), source, bytes, ring.full(), policy);
                 }
             }
             ring.next();
         }
     }
+    return ring;
+}
+
+// rows: bf16 [T, K], written by other CTAs; the caller has waited for them and fenced.
+template <class G>
+DEVICE void load_tokens(const Params& p, Ring& ring, const uint16_t* rows, uint64_t policy) {
+    ring = load_token_chunks(p, ring, task_list<G>(), reinterpret_cast<const char*>(rows), p.rows, G::K * 2,
+                             Geometry<G>::TOKEN_BYTES, policy);
 }
 
 // The token loader waits for the rows of a phase; afterwards its bulk copies see them.

@@ -2,6 +2,8 @@
 // the weight loader leaves alone until attention gives them back. Same units, turns and order of sums as run_unit, so
 // the same bits. A team of warps shares the turns of one unit after another: all its warps copy, each computes a tile.
 #pragma once
+#include <type_traits>
+
 #include "attention.cuh"
 #include "instr/async_copy.cuh"
 #include "instr/mbarrier.cuh"
@@ -277,7 +279,7 @@ DEVICE void run_any(const Params& p, const Rows& rows) {
     }
 }
 
-// The loader's ring when the last stages are lent to attention for its first lap.
+// The weight loader's ring when the last stages are lent to attention for its first lap.
 struct LendingRing : Ring {
     bool lent;
 
@@ -292,5 +294,15 @@ struct LendingRing : Ring {
         lent = false;
     }
 };
+
+// The weight loader's ring where attention never borrows.
+struct OwnRing : Ring {
+    static constexpr bool lent = false;
+
+    DEVICE explicit OwnRing(const Params&) {}
+    DEVICE void take_back(const Params&) {}
+};
+
+using LoaderRing = std::conditional_t<STAGED, LendingRing, OwnRing>;
 
 }  // namespace attention
