@@ -43,7 +43,7 @@ DEVICE void accumulate_fragments(float (&acc)[NT][4], uint32_t weights, uint32_t
     for (int step = 0; step < STEPS; ++step) {
         uint4 x[NT];
         if constexpr (G::ROW_MAJOR) {
-            read_tokens<NT, G::CHUNK * 2>(x, rows, (k_part * STEPS + step) * 64);
+            read_tokens<NT, G::CHUNK * 2>(x, rows + ChunkShare<G::CHUNK, 2>().tokens + step * 64);
         } else {
             tokens::read(x, rows, k_part * STEPS + step);
         }
@@ -83,9 +83,7 @@ DEVICE void run_product(const Params& p, Ring& ring, Finish finish) {
 // Parts to partial [blocks, PARTS, ROW_CAP, 64] f32.
 template <class G>
 DEVICE void run_parts(const Params& p, Ring& ring, float* partial) {
-    run_product<G>(p, ring, [&](const DenseTask& task, int, int row, int weight_row, float sum) {
-        store_part<G>(partial, task, row, weight_row, sum);
-    });
+    run_product<G>(p, ring, StorePart{partial, G::PARTS});
 }
 
 // The usual end: one arrival publishes the parts.

@@ -19,9 +19,11 @@ struct OneRank {
     template <class Offer>
     DEVICE static void best_token(const Params&, uint32_t, int, float, int, Offer) {}
 
-    DEVICE static void run_o_proj(const Params& p, Ring& ring, uint32_t) {
-        run_dense_to<OProj>(p, ring, p.o_partial, protocol::Counter::O_PROJ);
-    }
+    struct Finish : StorePart {  // of the bf16 products
+        DEVICE Finish(const Params&, const StorePart& store) : StorePart(store) {}
+    };
+    DEVICE static Finish finish_o_proj(const Params& p, uint32_t) { return {p, {p.o_partial, OProj::PARTS}}; }
+    DEVICE static void arrive_o_proj(const Params& p) { arrive_math(p, protocol::Counter::O_PROJ); }
     DEVICE static void wait_o_proj(const Params& p, uint32_t epoch) {
         wait_counter_math(p, protocol::Counter::O_PROJ, epoch);
     }
@@ -76,13 +78,27 @@ struct ManyRanks {
         offer(bits_float(best[0].x), static_cast<int>(best[0].y));
     }
 
-    // o_proj: a block of outputs is one CTA's, which sends it to all ranks as soon as it has it.
-    DEVICE static void run_o_proj(const Params& p, Ring& ring, uint32_t epoch) {
+    // o_proj: a block of outputs is one CTA's, which sends it to all ranks as soon as it has it. One piece of code
+    // serves this product and the others.
+    struct Finish : StorePart {
+        const Params& p;
+        uint32_t epoch;
+
+        DEVICE Finish(const Params& p, const StorePart& store, uint32_t epoch = 0)
+            : StorePart(store), p(p), epoch(epoch) {}
+        DEVICE void operator()(const DenseTask& task, int turn, int row, int weight_row, float sum) const {
+            if (partial == nullptr) {
+                row_mail::send_column<mailbox::OProjSum>(p, epoch, row, weight_row, sum);
+            } else {
+                StorePart::operator()(task, turn, row, weight_row, sum);
+            }
+        }
+    };
+    DEVICE static Finish finish_o_proj(const Params& p, uint32_t epoch) {
         static_assert(cfg::HIDDEN % BLOCK_ROWS == 0, "all lanes of a warp have an output");
-        run_dense<OProj>(p, ring, [&](const DenseTask&, int, int row, int column, float sum) {
-            row_mail::send_column<mailbox::OProjSum>(p, epoch, row, column, sum);
-        });
+        return {p, {nullptr, 0}, epoch};
     }
+    DEVICE static void arrive_o_proj(const Params&) {}
     DEVICE static void wait_o_proj(const Params&, uint32_t) {}
 
     template <class Body>
@@ -117,3 +133,23 @@ struct ExchangeOf<true> {
     using Type = ManyRanks;
 };
 using Exchange = ExchangeOf<(cfg::RANKS > 1)>::Type;
+
+template <class G, class Finish>
+DEVICE void run_product(const Params& p, Ring& ring, Finish finish) {
+    ring = run_tasks_shared<G::CHUNK, G::WIDE ? 4 : 2>(p, ring, task_list<G>(), G::N, p.rows, finish);
+}
+// The usual end: parts go to partial [blocks, PARTS, ROW_CAP, 64] f32, and one arrival publishes them.
+template <class G>
+DEVICE void run_product_to(const Params& p, Ring& ring, float* partial, protocol::Counter counter) {
+    const StorePart finish{partial, G::PARTS};
+    if constexpr (G::WIDE) {
+        run_product<G>(p, ring, finish);
+    } else {
+        run_product<G>(p, ring, Exchange::Finish(p, finish));
+    }
+    arrive_math(p, counter);
+}
+DEVICE void run_o_proj(const Params& p, Ring& ring, uint32_t epoch) {
+    run_product<OProj>(p, ring, Exchange::finish_o_proj(p, epoch));
+    Exchange::arrive_o_proj(p);
+}

@@ -226,11 +226,12 @@ DEVICE void accumulate_task(const Params& p, Ring& ring, int count, int number) 
         for (int i = 0; i < 4; ++i)
             if (busy) park(acc[i], k_part * S::ROWS + tile * 64 + i * 16);
     } else {
+        const ChunkShare<S::UNIT, 2> share;
         float acc[NT][4];
         clear(acc);
         for (int unit = 0; unit < S::UNITS; ++unit) {
             ring.wait_full(p);
-            accumulate_bf16<S::UNIT>(acc, ring.weights(), ring.tokens());
+            accumulate_bf16<S::UNIT>(acc, ring.weights() + share.weights, ring.tokens() + share.tokens);
             ring.release();
         }
         wait_sums_taken(p, number);

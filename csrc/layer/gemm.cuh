@@ -45,30 +45,38 @@ DEVICE void multiply_32(float (&acc)[NT][4], const uint4& low, const uint4& high
     }
 }
 
-// Token columns are rows of the chunk [8 NT, TOKEN_BYTES] at `tokens`; reads inputs 8t .. 8t+7 from `byte` on.
-template <int NT, int TOKEN_BYTES>
-DEVICE void read_tokens(uint4 (&x)[NT], uint32_t tokens, int byte) {
-    const int lane = forget(lane_index()), g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-        x[n] = shared_load<uint4>(tokens + row_offset<TOKEN_BYTES>(n * 8 + g) + byte + t * 16);
+// Where a lane of a math warp finds its share of a chunk: bytes from the beginning of weights [64, CHUNK], WIDTH bytes
+// each, and of the token rows beside them. A warp has 16 weight rows and STEPS times 32 inputs.
+template <int CHUNK, int WIDTH>
+struct ChunkShare {
+    static constexpr int STEPS = CHUNK / 32 / K_PARTS;
+    uint32_t weights, tokens;
+
+    DEVICE ChunkShare() {
+        const int warp = forget(warp_index()), tile = warp % BLOCK_TILES, k_part = warp / BLOCK_TILES;
+        const int lane = forget(lane_index()), g = lane / 4, t = lane % 4, input = k_part * STEPS * 32 + t * 8;
+        weights = row_offset<CHUNK * WIDTH>(tile * 16 + g) + input * WIDTH;
+        tokens = row_offset<CHUNK * 2>(g) + input * 2;
     }
+};
+
+// `tokens`: of this lane's share; columns are token rows of TOKEN_BYTES.
+template <int NT, int TOKEN_BYTES>
+DEVICE void read_tokens(uint4 (&x)[NT], uint32_t tokens) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) x[n] = shared_load<uint4>(tokens + row_offset<TOKEN_BYTES>(n * 8));
 }
 
-// bf16 weights [64, CHUNK]; this warp's 16 rows and its share of the chunk's inputs.
+// bf16 weights; both addresses are of this lane's share of the chunk.
 template <int CHUNK, int NT>
 DEVICE void accumulate_bf16(float (&acc)[NT][4], uint32_t weights, uint32_t tokens) {
-    const int warp = forget(warp_index()), tile = warp % BLOCK_TILES, k_part = warp / BLOCK_TILES;
-    const int lane = forget(lane_index()), g = lane / 4, t = lane % 4;
-    constexpr int STEPS = CHUNK / 32 / K_PARTS;
-    const uint32_t low_row = weights + row_offset<CHUNK * 2>(tile * 16 + g) + t * 16;
-    const uint32_t high_row = weights + row_offset<CHUNK * 2>(tile * 16 + g + 8) + t * 16;
+    constexpr uint32_t HIGH_ROW = row_offset<CHUNK * 2>(8);
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-        const int byte = (k_part * STEPS + step) * 64;
+    for (int step = 0; step < ChunkShare<CHUNK, 2>::STEPS; ++step) {
+        const int byte = step * 64;
         uint4 x[NT];
-        read_tokens<NT, CHUNK * 2>(x, tokens, byte);
-        multiply_32(acc, shared_load<uint4>(low_row + byte), shared_load<uint4>(high_row + byte), x);
+        read_tokens<NT, CHUNK * 2>(x, tokens + byte);
+        multiply_32(acc, shared_load<uint4>(weights + byte), shared_load<uint4>(weights + HIGH_ROW + byte), x);
     }
 }
 
@@ -84,18 +92,14 @@ DEVICE uint32_t take_bf16x2(float& low, float& high) {
 // fp32 weights (the router): three bf16 products carry all 24 bits of the significand.
 template <int CHUNK, int NT>
 DEVICE void accumulate_fp32(float (&acc)[NT][4], uint32_t weights, uint32_t tokens) {
-    const int warp = forget(warp_index()), tile = warp % BLOCK_TILES, k_part = warp / BLOCK_TILES;
-    const int lane = forget(lane_index()), g = lane / 4, t = lane % 4;
-    constexpr int STEPS = CHUNK / 32 / K_PARTS;
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-        const int first = (k_part * STEPS + step) * 32;
+    for (int step = 0; step < ChunkShare<CHUNK, 4>::STEPS; ++step) {
         uint4 x[NT];
-        read_tokens<NT, CHUNK * 2>(x, tokens, first * 2);
+        read_tokens<NT, CHUNK * 2>(x, tokens + step * 64);
         float4 rest[2][2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const uint32_t row = weights + row_offset<CHUNK * 4>(tile * 16 + g + 8 * half) + (first + 8 * t) * 4;
+            const uint32_t row = weights + row_offset<CHUNK * 4>(8 * half) + step * 128;
             rest[half][0] = shared_load<float4>(row);
             rest[half][1] = shared_load<float4>(row + 16);
         }
@@ -127,51 +131,54 @@ DEVICE float parked_sum(int local, int row) {
     return sum;
 }
 
-// partial: [blocks, PARTS, ROW_CAP, 64] f32.
-template <class G>
-DEVICE void store_part(float* partial, const DenseTask& task, int row, int weight_row, float sum) {
-    global_store(
-        partial + ((task.block * G::PARTS + task.part) * cfg::ROW_CAP + row) * BLOCK_ROWS + weight_row % BLOCK_ROWS,
-        sum);
-}
+// What becomes of the sums of a product that several CTAs may share: partial [blocks, parts, ROW_CAP, 64] f32.
+struct StorePart {
+    float* partial;
+    int parts;
 
-// Runs this CTA's tasks of product G; finish(task, turn, row, weight_row, value) gets every sum once, where row <
-// p.rows and weight_row < N.
-template <class G, class Finish>
-DEVICE void run_dense(const Params& p, Ring& ring, Finish finish) {
-    const int warp = forget(warp_index()), tile = warp % BLOCK_TILES, k_part = warp / BLOCK_TILES;
-    DenseTasks<G> tasks;
+    DEVICE void operator()(const DenseTask& task, int, int row, int weight_row, float sum) const {
+        global_store(
+            partial + ((task.block * parts + task.part) * cfg::ROW_CAP + row) * BLOCK_ROWS + weight_row % BLOCK_ROWS,
+            sum);
+    }
+};
+
+// Runs tasks of a product of n weight rows; finish(task, turn, row, weight_row, value) gets every sum once, where row <
+// rows and weight_row < n. AT_ONCE: turns whose code is there side by side.
+template <int CHUNK, int WIDTH, int AT_ONCE, class Finish>
+DEVICE void run_tasks(const Params& p, Ring& ring, TaskList tasks, int n, int rows, Finish finish) {
+    const ChunkShare<CHUNK, WIDTH> share;
     for (DenseTask task; tasks.next(task);) {
         float acc[COLUMN_TILES][4];
         clear(acc);
+#pragma unroll 1
         for (int chunk = task.chunk; chunk < task.chunk_end; ++chunk) {
             ring.wait_full(p);
-            if constexpr (G::WIDE) {
-                accumulate_fp32<G::CHUNK>(acc, ring.weights(), ring.tokens());
+            if constexpr (WIDTH == 4) {
+                accumulate_fp32<CHUNK>(acc, ring.weights() + share.weights, ring.tokens() + share.tokens);
             } else {
-                accumulate_bf16<G::CHUNK>(acc, ring.weights(), ring.tokens());
+                accumulate_bf16<CHUNK>(acc, ring.weights() + share.weights, ring.tokens() + share.tokens);
             }
             ring.release();
         }
-        park(acc, k_part * BLOCK_ROWS + tile * 16);
+        park(acc, forget(warp_index()) * 16);
         math_barrier();
         const uint32_t thread = forget(static_cast<uint32_t>(thread_index()));
         const int local = static_cast<int>(thread % BLOCK_ROWS), weight_row = task.block * BLOCK_ROWS + local;
-#pragma unroll
+#pragma unroll AT_ONCE
         for (int turn = 0; turn < ROW_TURNS; ++turn) {
             const int row = static_cast<int>(thread / BLOCK_ROWS) + turn * ROWS_AT_ONCE;
-            if (row >= p.rows || weight_row >= G::N) continue;
+            if (row >= rows || weight_row >= n) continue;
             finish(task, turn, row, weight_row, parked_sum(local, row));
         }
         math_barrier();
     }
 }
 
-// The usual end: parts go to partial [blocks, PARTS, ROW_CAP, 64] f32, and one arrival publishes them.
-template <class G>
-DEVICE void run_dense_to(const Params& p, Ring& ring, float* partial, protocol::Counter counter) {
-    run_dense<G>(p, ring, [&](const DenseTask& task, int, int row, int weight_row, float sum) {
-        store_part<G>(partial, task, row, weight_row, sum);
-    });
-    arrive_math(p, counter);
+// The same as one piece of code for all products of the same chunks: what is fetched for the first is there for the
+// next.
+template <int CHUNK, int WIDTH, class Finish>
+DEVICE_CALL Ring run_tasks_shared(const Params& p, Ring ring, TaskList tasks, int n, int rows, Finish finish) {
+    run_tasks<CHUNK, WIDTH, 1>(p, ring, tasks, n, rows, finish);
+    return ring;
 }

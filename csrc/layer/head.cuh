@@ -37,10 +37,11 @@ DEVICE void run_logits(const Params& p, Ring& ring) {
     Best best[ROW_TURNS];
 #pragma unroll
     for (int turn = 0; turn < ROW_TURNS; ++turn) best[turn] = nothing();
-    run_dense<LmHead>(p, ring, [&](const DenseTask&, int turn, int row, int id, float score) {
+    const auto finish = [&](const DenseTask&, int turn, int row, int id, float score) {
         best[turn].offer(score, Exchange::first_token(p) + id);
         global_store(p.logits + static_cast<int64_t>(row) * cfg::VOCAB + id, logit_of(score));
-    });
+    };
+    run_tasks<LmHead::CHUNK, 2, ROW_TURNS>(p, ring, task_list<LmHead>(), LmHead::N, p.rows, finish);
     // 64 threads, two warps, share the rows r = (thread / 64) + ROWS_AT_ONCE * turn.
 #pragma unroll
     for (int turn = 0; turn < ROW_TURNS; ++turn) {

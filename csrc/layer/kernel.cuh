@@ -115,14 +115,14 @@ DEVICE void layer_math(const Params& p) {
     output_gate::run(p, rows);
     arrive_math(p, Counter::GATED);
     mark(p, Point::GATED);
-    Exchange::run_o_proj(p, ring, epoch);
+    run_o_proj(p, ring, epoch);
     mark(p, Point::O_PROJ);
     boundary::for_owned_rows(p, Counter::AFTER_ATTENTION,
                              [&](int row) { boundary::after_attention_row(p, epoch, row); });
     mark(p, Point::AFTER_ATTENTION);
-    run_dense_to<Router>(p, ring, p.router_partial, Counter::ROUTER);
+    run_product_to<Router>(p, ring, p.router_partial, Counter::ROUTER);
     mark(p, Point::ROUTER);
-    run_dense_to<PreProj>(p, ring, p.pre_partial, Counter::PRE_PROJ);
+    run_product_to<PreProj>(p, ring, p.pre_partial, Counter::PRE_PROJ);
     mark(p, Point::PRE_PROJ);
     routing::run(p, epoch);
     mark(p, Point::ROUTED);
@@ -135,12 +135,12 @@ DEVICE void layer_math(const Params& p) {
     mark(p, Point::DOWN);
     combine::run(p, epoch);
     mark(p, Point::COMBINED);
-    run_dense_to<PostProj>(p, ring, p.post_partial, Counter::POST_PROJ);
+    run_product_to<PostProj>(p, ring, p.post_partial, Counter::POST_PROJ);
     mark(p, Point::POST_PROJ);
     boundary::for_owned_rows(p, Counter::AFTER_EXPERTS, [&](int row) { boundary::after_experts_row(p, epoch, row); });
     mark(p, Point::AFTER_EXPERTS);
     if (p.has_next != 0) {
-        run_dense_to<QkvProj>(p, ring, p.qkv_partial, Counter::QKV_PROJ);
+        run_product_to<QkvProj>(p, ring, p.qkv_partial, Counter::QKV_PROJ);
     } else {
         arrive_math(p, Counter::QKV_PROJ);
     }
@@ -199,7 +199,7 @@ DEVICE void embed(const Params& p) {
         load_tokens<QkvProj>(p, ring, p.next_input, eviction_policy(Keep::last_out));
     } else {
         boundary::for_owned_rows(p, Counter::AFTER_EXPERTS, [&](int row) { boundary::embed_row(p, epoch, row); });
-        run_dense_to<QkvProj>(p, ring, p.qkv_partial, Counter::QKV_PROJ);
+        run_product_to<QkvProj>(p, ring, p.qkv_partial, Counter::QKV_PROJ);
         qkv::run(p, epoch);
         end_epoch(p, epoch);
     }

@@ -60,10 +60,10 @@ DEVICE void init_ring() {
 
 // Rows of a chunk lie in pairs with 64 bytes between the two and after them: the eight lanes of one 16-byte access
 // phase read 64 bytes of two neighbouring rows, and so touch every bank once.
-DEVICE uint32_t row_offset(int row, int row_bytes) {
+DEVICE constexpr uint32_t row_offset(int row, int row_bytes) {
     return static_cast<uint32_t>((row >> 1) * (2 * row_bytes + 64) + (row & 1) * (row_bytes + 64));
 }
 template <int ROW_BYTES>
-DEVICE uint32_t row_offset(int row) {
+DEVICE constexpr uint32_t row_offset(int row) {
     return row_offset(row, ROW_BYTES);
 }

@@ -69,16 +69,16 @@ DEVICE void dense(const Params& p, const void* weights, const uint16_t* rows, Pr
 }
 
 DEVICE void o_proj(const Params& p) {
-    dense<OProj>(p, p.o_proj, p.gated, [&](Ring& ring, uint32_t epoch) { Exchange::run_o_proj(p, ring, epoch); });
+    dense<OProj>(p, p.o_proj, p.gated, [&](Ring& ring, uint32_t epoch) { run_o_proj(p, ring, epoch); });
 }
 DEVICE void post_proj(const Params& p) {
     dense<PostProj>(p, p.post_expert_proj, p.combined, [&](Ring& ring, uint32_t) {
-        run_dense_to<PostProj>(p, ring, p.post_partial, protocol::Counter::POST_PROJ);
+        run_product_to<PostProj>(p, ring, p.post_partial, protocol::Counter::POST_PROJ);
     });
 }
 DEVICE void qkv_proj(const Params& p) {
     dense<QkvProj>(p, p.next_qkv, p.next_input, [&](Ring& ring, uint32_t) {
-        run_dense_to<QkvProj>(p, ring, p.qkv_partial, protocol::Counter::QKV_PROJ);
+        run_product_to<QkvProj>(p, ring, p.qkv_partial, protocol::Counter::QKV_PROJ);
     });
 }
 
@@ -96,8 +96,8 @@ DEVICE void router_and_pre(const Params& p) {
             load_tokens<PreProj>(p, ring, p.router_input, token_policy());
         },
         [&](uint32_t) {
-            run_dense_to<Router>(p, ring, p.router_partial, protocol::Counter::ROUTER);
-            run_dense_to<PreProj>(p, ring, p.pre_partial, protocol::Counter::PRE_PROJ);
+            run_product_to<Router>(p, ring, p.router_partial, protocol::Counter::ROUTER);
+            run_product_to<PreProj>(p, ring, p.pre_partial, protocol::Counter::PRE_PROJ);
         },
         nothing);
 }
