@@ -9,8 +9,8 @@ KERNEL(o_proj_kernel, Params, cfg::THREADS) { separate::o_proj(p); }
 KERNEL(after_attention_kernel, Params, cfg::THREADS) { separate::after_attention(p); }
 KERNEL(router_kernel, Params, cfg::THREADS) { separate::router_and_pre(p); }
 KERNEL(routed_kernel, Params, cfg::THREADS) { separate::routed(p); }
-KERNEL(gate_up_kernel, Params, cfg::THREADS) { separate::expert_product<experts::GateUp>(p); }
-KERNEL(down_kernel, Params, cfg::THREADS) { separate::expert_product<experts::Down>(p); }
+KERNEL(gate_up_kernel, Params, cfg::THREADS) { separate::expert_product(p, experts::GATE_UP); }
+KERNEL(down_kernel, Params, cfg::THREADS) { separate::expert_product(p, experts::DOWN); }
 KERNEL(combine_kernel, Params, cfg::THREADS) { separate::combined(p); }
 KERNEL(post_proj_kernel, Params, cfg::THREADS) { separate::post_proj(p); }
 KERNEL(after_experts_kernel, Params, cfg::THREADS) { separate::after_experts(p); }

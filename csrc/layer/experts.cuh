@@ -2,6 +2,8 @@
 // sums depends on how many experts or rows are active. All gate/up tasks come first, then the down tasks in the same
 // expert order; one list, dealt round the CTAs.
 #pragma once
+#include <type_traits>
+
 #include "load.cuh"
 #include "marlin.cuh"
 #include "routing.cuh"
@@ -28,20 +30,39 @@ struct Shape {
     static constexpr int UNIT = cfg::NVFP4 ? marlin::Box<G>::STEPS * 16 : G::CHUNK;
     static constexpr int UNITS = G::K / UNIT;
     static_assert(G::N % ROWS == 0 && G::K % UNIT == 0, "tasks tile the expert");
+};
+
+// One of the two products, as a value: what differs between them is chosen while the kernel runs, so that one piece of
+// code serves both and is there already when the second begins.
+struct Product {
+    bool gate_up;
+
+    DEVICE int choose(int of_gate_up, int of_down) const {
+        return of_gate_up == of_down || gate_up ? of_gate_up : of_down;
+    }
+    DEVICE int k() const { return choose(GateUp::K, Down::K); }
+    DEVICE int blocks() const { return choose(Shape<GateUp>::BLOCKS, Shape<Down>::BLOCKS); }
+    DEVICE int unit() const { return choose(Shape<GateUp>::UNIT, Shape<Down>::UNIT); }
+    DEVICE int units() const { return choose(Shape<GateUp>::UNITS, Shape<Down>::UNITS); }
+    DEVICE int rows() const { return choose(Shape<GateUp>::ROWS, Shape<Down>::ROWS); }
     // Units of a stage of a task whose expert has `count` rows.
-    DEVICE static int stage_units(int count) {
+    DEVICE int stage_units(int count) const {
         if constexpr (cfg::NVFP4) {
-            return marlin::stage_boxes<G>(count);
+            return marlin::stage_boxes(choose(GateUp::BOXES, Down::BOXES), unit() * 2, count);
         } else {
             return 1;
         }
     }
-    DEVICE static int stage_bytes(int units) { return ROWS * UNIT * units / 16 * (cfg::NVFP4 ? 9 : 32); }  // weights
-    // Row of the expert's matrix that row `local` of block `block` is.
-    DEVICE static int weight_row(int block, int local) {
-        return local / SEGMENT_ROWS * (G::N / G::SEGMENTS) + block * SEGMENT_ROWS + local % SEGMENT_ROWS;
-    }
+    DEVICE int stage_bytes(int units) const { return rows() * unit() * units / 16 * (cfg::NVFP4 ? 9 : 32); }  // weights
 };
+constexpr Product GATE_UP{true}, DOWN{false};
+
+// body(product) for gate/up, then for down.
+template <class Body>
+DEVICE void for_products(Body body) {
+#pragma unroll 1
+    for (int turn = 0; turn < 2; ++turn) body(Product{turn == 0});
+}
 
 // One expert task of this CTA.
 struct Task {
@@ -53,26 +74,25 @@ struct Task {
 // Walks this CTA's tasks of one product. Gate/up tasks are dealt round the CTAs, so some CTAs have one more than
 // others. Down tasks are smaller: the first of them go to the others, as many as weigh as much as one gate/up task, the
 // rest to all. The first experts come first either way, so that a down task finds its activations ready.
-template <class G>
 struct Tasks {
     static constexpr int GATE_UP_WORK = Shape<GateUp>::ROWS * GateUp::K, DOWN_WORK = Shape<Down>::ROWS * Down::K;
     static constexpr int RATIO = GATE_UP_WORK > DOWN_WORK ? (GATE_UP_WORK + DOWN_WORK / 2) / DOWN_WORK : 1;
+    Product product;
     int at, stride, stop;  // of the stretch of the list that is being dealt
     int end;
 
-    DEVICE Tasks() {
+    DEVICE explicit Tasks(Product product) : product(product) {
         const int active = routing::Table::active();
-        end = active * Shape<G>::BLOCKS;
+        end = active * product.blocks();
         at = cta_index();
         stride = cfg::SMS;
         stop = end;
-        if constexpr (G::SEGMENTS == 1) {
-            const int late = active * Shape<GateUp>::BLOCKS % cfg::SMS;  // CTAs with a gate/up task more
-            if (cfg::SEPARATE || late == 0) return;
-            stride = cfg::SMS - late;
-            stop = RATIO * stride < end ? RATIO * stride : end;
-            at = cta_index() < late ? stop : cta_index() - late;
-        }
+        if (cfg::SEPARATE || product.gate_up) return;
+        const int late = active * Shape<GateUp>::BLOCKS % cfg::SMS;  // CTAs with a gate/up task more
+        if (late == 0) return;
+        stride = cfg::SMS - late;
+        stop = RATIO * stride < end ? RATIO * stride : end;
+        at = cta_index() < late ? stop : cta_index() - late;
     }
     DEVICE bool next(Task& task) {
         if (at >= stop) {
@@ -82,8 +102,8 @@ struct Tasks {
             stop = end;
             if (at >= end) return false;
         }
-        task.index = at / Shape<G>::BLOCKS;
-        task.block = at % Shape<G>::BLOCKS;
+        task.index = static_cast<int>(static_cast<uint32_t>(at) / static_cast<uint32_t>(product.blocks()));
+        task.block = at - task.index * product.blocks();
         task.expert = routing::Table::expert(task.index);
         task.rows = routing::Table::rows_of(task.expert);
         task.count = population_count(task.rows);
@@ -92,25 +112,26 @@ struct Tasks {
     }
 };
 
-template <class G>
-DEVICE void load_weight_stage(const Params& p, const Ring& ring, const Task& task, int unit, int units,
-                              uint64_t policy) {
-    constexpr bool GATE_UP = G::SEGMENTS == 2;
-    if constexpr (cfg::NVFP4) {
-        marlin::load_stage<G>(ring, p.expert_boxes + (GATE_UP ? 0 : 2 * 128), task.expert, task.block, unit, units,
-                              policy);
-    } else {
-        using S = Shape<G>;
-        constexpr int ROW_BYTES = S::UNIT * 2;
-        if (!elect_one()) return;
-        mbarrier_arrive_expect(ring.full(), S::ROWS * ROW_BYTES);
-        const uint16_t* base = static_cast<const uint16_t*>(GATE_UP ? p.gate_up : p.down) +
-                               static_cast<int64_t>(task.expert) * G::N * G::K + unit * S::UNIT;
-#pragma unroll 16
-        for (int row = 0; row < S::ROWS; ++row) {
-            bulk_load(ring.weights() + row_offset<ROW_BYTES>(row),
-                      base + static_cast<int64_t>(S::weight_row(task.block, row)) * G::K, ROW_BYTES, ring.full(),
-                      policy);
+// BF16: rows of the expert's matrix, eight side by side at a time, which are of one segment.
+DEVICE void load_rows_of(const Params& p, const Ring& ring, const Product& product, const Task& task, int unit,
+                         uint64_t policy) {
+    constexpr int AT_ONCE = 8, SEGMENT_ROWS = Shape<GateUp>::SEGMENT_ROWS;
+    static_assert(cfg::NVFP4 || (SEGMENT_ROWS % AT_ONCE == 0 && Shape<Down>::ROWS == BLOCK_ROWS), "groups of rows");
+    if (!elect_one()) return;
+    const int row_bytes = product.unit() * 2;
+    mbarrier_arrive_expect(ring.full(), BLOCK_ROWS * row_bytes);
+    const char* matrix = static_cast<const char*>(product.gate_up ? p.gate_up : p.down);
+    const int64_t stride = product.k() * 2, first = static_cast<int64_t>(task.expert) * product.choose(GateUp::N, Down::N);
+#pragma unroll 1
+    for (int local = 0; local < BLOCK_ROWS; local += AT_ONCE) {
+        const int row = product.gate_up ? local / SEGMENT_ROWS * (GateUp::N / 2) + task.block * SEGMENT_ROWS +
+                                              local % SEGMENT_ROWS
+                                        : task.block * BLOCK_ROWS + local;
+        const char* source = matrix + (first + row) * stride + unit * row_bytes;
+        const uint32_t to = ring.weights() + row_offset(local, row_bytes);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            bulk_load(to + row_offset(i, row_bytes), source + i * stride, row_bytes, ring.full(), policy);
         }
     }
 }
@@ -118,19 +139,26 @@ DEVICE void load_weight_stage(const Params& p, const Ring& ring, const Task& tas
 // Before load_weights, while there is time.
 DEVICE void prepare_boxes(const Params& p) {
     if constexpr (cfg::NVFP4) {
+#pragma unroll 1
         for (int i = 0; i < 4; ++i) acquire_boxes(p.expert_boxes + i * 128);
     }
 }
 
-template <class G>
-DEVICE void load_weights(const Params& p, Ring& ring, uint64_t policy) {
-    Tasks<G> tasks;
+DEVICE void load_weights(const Params& p, Ring& ring, Product product, uint64_t policy) {
+    Tasks tasks(product);
     for (Task task; tasks.next(task);) {
-        const int units = Shape<G>::stage_units(task.count);
-        for (int unit = 0; unit < Shape<G>::UNITS; unit += units) {
+        const int units = product.stage_units(task.count);
+#pragma unroll 1
+        for (int unit = 0; unit < product.units(); unit += units) {
             ring.wait_empty(p);
-            load_weight_stage<G>(p, ring, task, unit, units, policy);
-            mark(p, Point::ISSUED, Shape<G>::stage_bytes(units) / 16);
+            if constexpr (cfg::NVFP4) {
+                const auto matrix = product.gate_up ? marlin::Matrix::of<GateUp>(p.expert_boxes)
+                                                    : marlin::Matrix::of<Down>(p.expert_boxes + 2 * 128);
+                marlin::load_stage(ring, matrix, task.expert, task.block, unit, units, policy);
+            } else {
+                load_rows_of(p, ring, product, task, unit, policy);
+            }
+            mark(p, Point::ISSUED, product.stage_bytes(units) / 16);
             ring.next();
         }
     }
@@ -145,6 +173,7 @@ DEVICE uint32_t* activation_flags(const Params& p, int index) { return p.flags +
 DEVICE void wait_activations(const Params& p, int index, uint32_t epoch) {
     if constexpr (cfg::SEPARATE) return;
     const uint32_t* flags = activation_flags(p, index);
+#pragma unroll 1
     for (int block = lane_index(); block < Shape<GateUp>::BLOCKS; block += WARP) {
         spin_until(p, static_cast<uint32_t>(protocol::Site::EXPERT_ACTIVATION), activation_tag(epoch),
                    [&](uint32_t& seen) {
@@ -157,26 +186,27 @@ DEVICE void wait_activations(const Params& p, int index, uint32_t epoch) {
 }
 
 // Column c of a task's product is the expert's c-th row: its line of x (gate/up) or of the activations (down).
-template <class G>
-DEVICE void load_tokens(const Params& p, Ring& ring, uint32_t epoch, uint64_t policy) {
-    using S = Shape<G>;
-    Tasks<G> tasks;
+DEVICE void load_tokens(const Params& p, Ring& ring, Product product, uint32_t epoch, uint64_t policy) {
+    Tasks tasks(product);
     for (Task task; tasks.next(task);) {
         const uint16_t* lines = p.expert_input;
-        if constexpr (G::SEGMENTS == 1) {
+        uint32_t rows = task.rows;
+        if (!product.gate_up) {
             wait_activations(p, task.index, epoch);
-            lines = p.activated + static_cast<int64_t>(routing::Table::first_line(task.index)) * G::K;
+            lines = p.activated + static_cast<int64_t>(routing::Table::first_line(task.index)) * Down::K;
+            rows = (1u << task.count) - 1u;
         }
-        const int units = S::stage_units(task.count), row_bytes = units * S::UNIT * 2;
-        for (int unit = 0; unit < S::UNITS; unit += units) {
+        const int units = product.stage_units(task.count), row_bytes = units * product.unit() * 2;
+#pragma unroll 1
+        for (int unit = 0; unit < product.units(); unit += units) {
             ring.wait_empty(p);
             if (elect_one()) {
                 mbarrier_arrive_expect(ring.full(), task.count * row_bytes);
-                uint32_t left = task.rows;
+                uint32_t left = rows;
+#pragma unroll 1
                 for (int column = 0; column < task.count; ++column, left &= left - 1u) {
-                    const int line = G::SEGMENTS == 1 ? column : lowest_bit(left);
                     bulk_load(ring.tokens() + row_offset(column, row_bytes),
-                              lines + static_cast<int64_t>(line) * G::K + unit * S::UNIT, row_bytes, ring.full(),
+                              lines + lowest_bit(left) * product.k() + unit * product.unit(), row_bytes, ring.full(),
                               policy);
                 }
             }
@@ -192,65 +222,87 @@ DEVICE void wait_sums_taken(const Params& p, int task) {
     if (task > 0) wait_mbarrier(p, cfg::SUMS_TAKEN_AT, (task - 1) & 1, protocol::Site::SUMS_TAKEN);
 }
 
-template <class G, int NT>
-DEVICE void accumulate_task(const Params& p, Ring& ring, int count, int number) {
-    using S = Shape<G>;
-    if constexpr (cfg::NVFP4) {
-        constexpr int BUSY_WARPS = G::TILES * G::K_PARTS;  // small experts leave warps without a share
-        const int thread = forget(thread_index());
-        const bool busy = BUSY_WARPS == cfg::MATH_WARPS || thread / WARP < BUSY_WARPS;
-        const int boxes = S::stage_units(count);
-        const marlin::Lanes<G, NT> lanes(thread / WARP, thread % WARP, count, boxes * S::UNIT * 2);
-        float acc[4][NT][4];
+// NVFP4. L: how a stage is laid out.
+template <class L, int NT>
+DEVICE void accumulate_boxes(const Params& p, Ring& ring, Product product, int count, int number) {
+    const int thread = forget(thread_index()), warp = thread / WARP;
+    const bool busy = L::WARPS == cfg::MATH_WARPS || warp < L::WARPS;  // small experts leave warps without a share
+    const int boxes = product.stage_units(count);
+    const auto place = product.gate_up ? marlin::Place::of<GateUp>(warp) : marlin::Place::of<Down>(warp);
+    const marlin::Lanes<L, NT> lanes(place, thread % WARP, count, boxes);
+    float acc[4][NT][4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) clear(acc[i]);
-        for (int unit = 0; unit < S::UNITS; unit += boxes) {
-            ring.wait_full(p);
-            if (busy && boxes == G::BOXES) {
-                constexpr int LAST = (G::BOXES + 1) / 2;  // half a stage at a time fits the registers
-                if constexpr (LAST < G::BOXES) marlin::Held<G, G::BOXES - LAST, NT>(ring, lanes, 0).multiply(acc);
-                const marlin::Held<G, LAST, NT> held(ring, lanes, G::BOXES - LAST);
-                ring.release();
-                held.multiply(acc);
-                continue;
-            }
-            if (busy) {
+    for (int i = 0; i < 4; ++i) clear(acc[i]);
 #pragma unroll 1
-                for (int box = 0; box < boxes; ++box) marlin::Held<G, 1, NT>(ring, lanes, box).multiply(acc);
-            }
+    for (int unit = 0; unit < product.units(); unit += boxes) {
+        ring.wait_full(p);
+        if (busy && boxes == L::BOXES) {
+            constexpr int LAST = (L::BOXES + 1) / 2;  // half a stage at a time fits the registers
+            if constexpr (LAST < L::BOXES) marlin::Held<L, L::BOXES - LAST, NT>(ring, lanes, 0).multiply(acc);
+            const marlin::Held<L, LAST, NT> held(ring, lanes, L::BOXES - LAST);
             ring.release();
+            held.multiply(acc);
+            continue;
         }
-        wait_sums_taken(p, number);
-        const int tile = thread / WARP % G::TILES, k_part = thread / WARP / G::TILES;
+        if (busy) {
+#pragma unroll 1
+            for (int box = 0; box < boxes; ++box) marlin::Held<L, 1, NT>(ring, lanes, box).multiply(acc);
+        }
+        ring.release();
+    }
+    wait_sums_taken(p, number);
+    const int row = place.k_part * product.rows() + place.tile * 64;
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (busy) park(acc[i], k_part * S::ROWS + tile * 64 + i * 16);
-    } else {
-        const ChunkShare<S::UNIT, 2> share;
-        float acc[NT][4];
-        clear(acc);
-        for (int unit = 0; unit < S::UNITS; ++unit) {
-            ring.wait_full(p);
-            accumulate_bf16<S::UNIT>(acc, ring.weights() + share.weights, ring.tokens() + share.tokens);
-            ring.release();
+    for (int i = 0; i < 4; ++i)
+        if (busy) park(acc[i], row + i * 16);
+}
+
+// BF16.
+template <int CHUNK, int NT>
+DEVICE void accumulate_chunks(const Params& p, Ring& ring, int chunks, int number) {
+    const ChunkShare<CHUNK, 2> share;
+    float acc[NT][4];
+    clear(acc);
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+        ring.wait_full(p);
+        accumulate_bf16<CHUNK>(acc, ring.weights() + share.weights, ring.tokens() + share.tokens);
+        ring.release();
+    }
+    wait_sums_taken(p, number);
+    park(acc, forget(warp_index()) * 16);
+}
+
+template <int NT>
+DEVICE void accumulate_task(const Params& p, Ring& ring, Product product, int count, int number) {
+    if constexpr (cfg::NVFP4) {
+        using ForGateUp = marlin::LayoutOf<GateUp>;
+        using ForDown = marlin::LayoutOf<Down>;
+        if (std::is_same_v<ForGateUp, ForDown> || product.gate_up) {
+            accumulate_boxes<ForGateUp, NT>(p, ring, product, count, number);
+        } else {
+            accumulate_boxes<ForDown, NT>(p, ring, product, count, number);
         }
-        wait_sums_taken(p, number);
-        park(acc, warp_index() / BLOCK_TILES * S::ROWS + warp_index() % BLOCK_TILES * 16);
+    } else {
+        if (GateUp::CHUNK == Down::CHUNK || product.gate_up) {
+            accumulate_chunks<GateUp::CHUNK, NT>(p, ring, product.units(), number);
+        } else {
+            accumulate_chunks<Down::CHUNK, NT>(p, ring, product.units(), number);
+        }
     }
     arrive_warp(cfg::SUMS_PARKED_AT);
 }
 
 // number: of tasks before these.
-template <class G>
-DEVICE int accumulate_tasks(const Params& p, Ring& ring, int number) {
-    Tasks<G> tasks;
+DEVICE int accumulate_tasks(const Params& p, Ring& ring, Product product, int number) {
+    Tasks tasks(product);
     for (Task task; tasks.next(task); ++number) {
         if (COLUMN_TILES == 1 || task.count <= 8) {
-            accumulate_task<G, 1>(p, ring, task.count, number);
+            accumulate_task<1>(p, ring, product, task.count, number);
         } else {
-            accumulate_task<G, COLUMN_TILES>(p, ring, task.count, number);
+            accumulate_task<COLUMN_TILES>(p, ring, product, task.count, number);
         }
-        mark(p, Point::TASK, task.index * Shape<G>::BLOCKS + task.block);
+        mark(p, Point::TASK, task.index * product.blocks() + task.block);
     }
     return number;
 }
@@ -275,6 +327,7 @@ DEVICE void finish_gate_up(const Params& p, const Task& task) {
     const float gate_scale = marlin::global_scale(p.gate_scale, task.expert),
                 up_scale = marlin::global_scale(p.up_scale, task.expert);
     uint16_t* lines = p.activated + static_cast<int64_t>(routing::Table::first_line(task.index)) * cfg::MOE_INTER;
+#pragma unroll 1
     for (int i = lane_index(); i < PAIRS * task.count; i += WARP) {
         const int local = i % PAIRS * 2, column = i / PAIRS;
         float value[2];
@@ -300,6 +353,7 @@ DEVICE void finish_down(const Params& p, const Task& task) {
     const float scale = marlin::global_scale(p.down_scale, task.expert);
     float* lines = p.expert_output + static_cast<int64_t>(routing::Table::first_line(task.index)) * cfg::MOE_HIDDEN +
                    task.block * S::ROWS;
+#pragma unroll 1
     for (int i = lane_index(); i < S::ROWS * task.count; i += WARP) {
         const int local = i % S::ROWS, column = i / S::ROWS;
         float y = task_sum<Down>(local, column) * scale;
@@ -308,25 +362,25 @@ DEVICE void finish_down(const Params& p, const Task& task) {
     }
 }
 
-template <class G>
-DEVICE int finish_tasks(const Params& p, uint32_t epoch, int number) {
-    Tasks<G> tasks;
+DEVICE int finish_tasks(const Params& p, Product product, uint32_t epoch, int number) {
+    Tasks tasks(product);
     for (Task task; tasks.next(task); ++number) {
         wait_mbarrier(p, cfg::SUMS_PARKED_AT, number & 1, protocol::Site::SUMS_PARKED);
-        if constexpr (G::SEGMENTS == 2) {
+        if (product.gate_up) {
             finish_gate_up(p, task);
         } else {
             finish_down(p, task);
         }
         arrive_warp(cfg::SUMS_TAKEN_AT);
-        if (!cfg::SEPARATE && G::SEGMENTS == 2 && lane_index() == 0)
+        if (!cfg::SEPARATE && product.gate_up && lane_index() == 0)
             store_release(activation_flags(p, task.index) + task.block, activation_tag(epoch));
     }
     return number;
 }
 
 DEVICE void finish(const Params& p, uint32_t epoch) {
-    finish_tasks<Down>(p, epoch, finish_tasks<GateUp>(p, epoch, 0));
+    int number = 0;
+    for_products([&](Product product) { number = finish_tasks(p, product, epoch, number); });
     warp_sync();
     if (lane_index() == 0) add_release(counter_address(p, protocol::Counter::EXPERT_OUTPUT), 1u);
 }

@@ -60,10 +60,10 @@ DEVICE void layer_weights(const Params& p) {
     experts::prepare_boxes(p);
     routing::wait_table(p);
     mark(p, Point::TABLE);
-    experts::load_weights<experts::GateUp>(p, ring, policy);
-    mark(p, Point::GATE_UP);
-    experts::load_weights<experts::Down>(p, ring, policy);
-    mark(p, Point::DOWN);
+    experts::for_products([&](experts::Product product) {
+        experts::load_weights(p, ring, product, policy);
+        mark(p, product.gate_up ? Point::GATE_UP : Point::DOWN);
+    });
     load_weights<PostProj>(p, ring, p.post_expert_proj, policy);
     mark(p, Point::POST_PROJ);
     if (p.has_next != 0) load_weights<QkvProj>(p, ring, p.next_qkv, policy);
@@ -85,8 +85,8 @@ DEVICE void layer_tokens(const Params& p, uint32_t epoch) {
     mark(p, Point::TABLE);
     wait_rows(p, Counter::EXPERT_INPUT, epoch);
     mark(p, Point::ROUTED);
-    experts::load_tokens<experts::GateUp>(p, ring, epoch, policy);
-    experts::load_tokens<experts::Down>(p, ring, epoch, policy);
+    experts::for_products(
+        [&](experts::Product product) { experts::load_tokens(p, ring, product, epoch, policy); });
     wait_rows(p, Counter::COMBINED, epoch);
     mark(p, Point::COMBINED);
     load_tokens<PostProj>(p, ring, p.combined, policy);
@@ -128,11 +128,12 @@ DEVICE void layer_math(const Params& p) {
     mark(p, Point::ROUTED);
     routing::wait_table(p);
     mark(p, Point::TABLE);
-    int tasks = experts::accumulate_tasks<experts::GateUp>(p, ring, 0);
-    mark(p, Point::GATE_UP);
-    tasks = experts::accumulate_tasks<experts::Down>(p, ring, tasks);
-    experts::wait_sums_taken(p, tasks);  // the reduction buffer serves others next
-    mark(p, Point::DOWN);
+    int tasks = 0;
+    experts::for_products([&](experts::Product product) {
+        tasks = experts::accumulate_tasks(p, ring, product, tasks);
+        if (!product.gate_up) experts::wait_sums_taken(p, tasks);  // the reduction buffer serves others next
+        mark(p, product.gate_up ? Point::GATE_UP : Point::DOWN);
+    });
     combine::run(p, epoch);
     mark(p, Point::COMBINED);
     run_product_to<PostProj>(p, ring, p.post_partial, Counter::POST_PROJ);

@@ -108,27 +108,26 @@ DEVICE void routed(const Params& p) {
 }
 
 // The tasks of one product on the experts.
-template <class G>
-DEVICE void expert_product(const Params& p) {
+DEVICE void expert_product(const Params& p, experts::Product product) {
     Ring ring;
     run(
         p,
         [&] {
             experts::prepare_boxes(p);
             routing::wait_table(p);
-            experts::load_weights<G>(p, ring, weight_policy());
+            experts::load_weights(p, ring, product, weight_policy());
         },
         [&](uint32_t epoch) {
             routing::wait_table(p);
-            experts::load_tokens<G>(p, ring, epoch, token_policy());
+            experts::load_tokens(p, ring, product, epoch, token_policy());
         },
         [&](uint32_t) {
             routing::wait_table(p);
-            experts::accumulate_tasks<G>(p, ring, 0);
+            experts::accumulate_tasks(p, ring, product, 0);
         },
         [&](uint32_t epoch) {
             routing::build_table(p, epoch);
-            experts::finish_tasks<G>(p, epoch, 0);
+            experts::finish_tasks(p, product, epoch, 0);
         });
 }
 
