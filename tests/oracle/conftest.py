@@ -18,8 +18,10 @@ else:
     from models import PROMPT, SEED, target_weights, token_ids, write_target
     from report import lines
 
+    from sgl_muse_mega import vector_math
     from sgl_muse_mega.checkpoint.weights import TargetWeights
 
+    vector_math.settle()  # the first sines are often those of transformers or SGLang
     torch.set_num_threads(os.cpu_count() or 1)
     triton_interpreter.install()
 

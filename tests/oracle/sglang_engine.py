@@ -11,6 +11,10 @@ from pathlib import Path
 import sglang
 from sglang_target import ARGUMENTS
 
+from sgl_muse_mega import vector_math
+
+vector_math.settle()  # also in the processes that the engine starts: they import this file
+
 
 def main(checkpoint: str, prompts: str, output: str) -> None:
     request = json.loads(Path(prompts).read_text(encoding="utf-8"))

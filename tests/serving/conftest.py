@@ -19,10 +19,12 @@ from typing import Any
 import pytest
 from sentences import Heard
 
+from sgl_muse_mega import vector_math
 from sgl_muse_mega.toolchain import Tool
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests" / "cpu"))  # what both count with
+vector_math.settle()  # the first sines are SGLang's
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
     collect_ignore_glob = ["test_*.py"]
