@@ -81,6 +81,7 @@ DEVICE void prefetch_next(const Params& p) {
     const int length = global_load(p.length);
     const int many = p.next_window < NEWEST ? p.next_window : NEWEST;
     const int first = length < many ? 0 : length - many;
+#pragma unroll 1
     for (int key = first + cta_index() * WARP + lane_index(); key < length; key += cfg::SMS * WARP) {
         const int64_t at = static_cast<int64_t>(global_load(p.next_page_table + key)) * LINE_BYTES;
         for (int byte = 0; byte < LINE_BYTES; byte += FETCHED) {

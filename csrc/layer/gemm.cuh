@@ -92,7 +92,7 @@ DEVICE uint32_t take_bf16x2(float& low, float& high) {
 // fp32 weights (the router): three bf16 products carry all 24 bits of the significand.
 template <int CHUNK, int NT>
 DEVICE void accumulate_fp32(float (&acc)[NT][4], uint32_t weights, uint32_t tokens) {
-#pragma unroll
+#pragma unroll 1  // few turns a launch: fetching more code takes longer than it saves
     for (int step = 0; step < ChunkShare<CHUNK, 4>::STEPS; ++step) {
         uint4 x[NT];
         read_tokens<NT, CHUNK * 2>(x, tokens + step * 64);

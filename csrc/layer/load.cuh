@@ -55,9 +55,12 @@ DEVICE_CALL Ring load_token_chunks(const Params& p, Ring ring, TaskList tasks, c
             if (elect_one()) {
                 mbarrier_arrive_expect(ring.full(), count * bytes);
                 const char* source = rows + chunk * bytes;
+                uint32_t to = ring.tokens();
 #pragma unroll 1
-                for (int row = 0; row < count; ++row, source += stride) {
-                    bulk_load(ring.tokens() + row_offset(row, bytes), source, bytes, ring.full(), policy);
+                for (int row = 0; row < count; row += 2, to += row_offset(2, bytes), source += 2 * stride) {
+                    bulk_load(to, source, bytes, ring.full(), policy);
+                    if (row + 1 == count) break;
+                    bulk_load(to + row_offset(1, bytes), source + stride, bytes, ring.full(), policy);
                 }
             }
             ring.next();

@@ -77,8 +77,9 @@ DEVICE float4 sum_parts(const float* partial, int row, int column) {
     const int parts = Geometry<G>::parts(block);
     const float* at = partial + ((block * G::PARTS) * cfg::ROW_CAP + row) * BLOCK_ROWS + column % BLOCK_ROWS;
     float4 sum = global_load(reinterpret_cast<const float4*>(at));
-    constexpr int BATCH = G::PARTS < 2 ? 1 : G::PARTS < 18 ? G::PARTS - 1 : 17;  // asked for at once
-#pragma unroll
+    constexpr int MOST = 17, TURNS = G::PARTS < 2 ? 1 : (G::PARTS - 1 + MOST - 1) / MOST;
+    constexpr int BATCH = G::PARTS < 2 ? 1 : (G::PARTS - 1 + TURNS - 1) / TURNS;  // asked for at once
+#pragma unroll 1
     for (int first = 1; first < G::PARTS; first += BATCH) {
         float4 more[BATCH];
 #pragma unroll
