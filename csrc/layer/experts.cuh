@@ -266,8 +266,9 @@ DEVICE void accumulate_chunks(const Params& p, Ring& ring, int chunks, int numbe
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
         ring.wait_full(p);
-        accumulate_bf16<CHUNK>(acc, ring.weights() + share.weights, ring.tokens() + share.tokens);
+        const HeldChunk<CHUNK, NT> held(ring.weights() + share.weights, ring.tokens() + share.tokens);
         ring.release();
+        held.multiply(acc);
     }
     wait_sums_taken(p, number);
     park(acc, forget(warp_index()) * 16);

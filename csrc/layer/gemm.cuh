@@ -67,18 +67,26 @@ DEVICE void read_tokens(uint4 (&x)[NT], uint32_t tokens) {
     for (int n = 0; n < NT; ++n) x[n] = shared_load<uint4>(tokens + row_offset<TOKEN_BYTES>(n * 8));
 }
 
-// bf16 weights; both addresses are of this lane's share of the chunk.
+// A lane's share of a chunk with bf16 weights, in registers: all of it is asked for at once, and the stage is free again
+// while it is multiplied. Both addresses are of the lane's share.
 template <int CHUNK, int NT>
-DEVICE void accumulate_bf16(float (&acc)[NT][4], uint32_t weights, uint32_t tokens) {
-    constexpr uint32_t HIGH_ROW = row_offset<CHUNK * 2>(8);
+struct HeldChunk {
+    static constexpr int STEPS = ChunkShare<CHUNK, 2>::STEPS;
+    uint4 low[STEPS], high[STEPS], x[STEPS][NT];
+
+    DEVICE HeldChunk(uint32_t weights, uint32_t tokens) {
 #pragma unroll
-    for (int step = 0; step < ChunkShare<CHUNK, 2>::STEPS; ++step) {
-        const int byte = step * 64;
-        uint4 x[NT];
-        read_tokens<NT, CHUNK * 2>(x, tokens + byte);
-        multiply_32(acc, shared_load<uint4>(weights + byte), shared_load<uint4>(weights + HIGH_ROW + byte), x);
+        for (int step = 0; step < STEPS; ++step) {
+            low[step] = shared_load<uint4>(weights + step * 64);
+            high[step] = shared_load<uint4>(weights + row_offset<CHUNK * 2>(8) + step * 64);
+            read_tokens<NT, CHUNK * 2>(x[step], tokens + step * 64);
+        }
     }
-}
+    DEVICE void multiply(float (&acc)[NT][4]) const {
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) multiply_32(acc, low[step], high[step], x[step]);
+    }
+};
 
 // The leading eight bits of both numbers as a bf16 pair; the numbers keep what is left. Cutting off, not rounding:
 // three turns take all 24 bits, and no turn needs a conversion.
@@ -144,9 +152,9 @@ struct StorePart {
 };
 
 // Runs tasks of a product of n weight rows; finish(task, turn, row, weight_row, value) gets every sum once, where row <
-// rows and weight_row < n. AT_ONCE: turns whose code is there side by side.
+// count and weight_row < n. AT_ONCE: turns whose code is there side by side.
 template <int CHUNK, int WIDTH, int AT_ONCE, class Finish>
-DEVICE void run_tasks(const Params& p, Ring& ring, TaskList tasks, int n, int rows, Finish finish) {
+DEVICE void run_tasks(const Params& p, Ring& ring, TaskList tasks, int n, int count, Finish finish) {
     const ChunkShare<CHUNK, WIDTH> share;
     for (DenseTask task; tasks.next(task);) {
         float acc[COLUMN_TILES][4];
@@ -154,12 +162,15 @@ DEVICE void run_tasks(const Params& p, Ring& ring, TaskList tasks, int n, int ro
 #pragma unroll 1
         for (int chunk = task.chunk; chunk < task.chunk_end; ++chunk) {
             ring.wait_full(p);
+            const uint32_t weights = ring.weights() + share.weights, rows = ring.tokens() + share.tokens;
             if constexpr (WIDTH == 4) {
-                accumulate_fp32<CHUNK>(acc, ring.weights() + share.weights, ring.tokens() + share.tokens);
+                accumulate_fp32<CHUNK>(acc, weights, rows);
+                ring.release();
             } else {
-                accumulate_bf16<CHUNK>(acc, ring.weights() + share.weights, ring.tokens() + share.tokens);
+                const HeldChunk<CHUNK, COLUMN_TILES> held(weights, rows);
+                ring.release();
+                held.multiply(acc);
             }
-            ring.release();
         }
         park(acc, forget(warp_index()) * 16);
         math_barrier();
@@ -168,7 +179,7 @@ DEVICE void run_tasks(const Params& p, Ring& ring, TaskList tasks, int n, int ro
 #pragma unroll AT_ONCE
         for (int turn = 0; turn < ROW_TURNS; ++turn) {
             const int row = static_cast<int>(thread / BLOCK_ROWS) + turn * ROWS_AT_ONCE;
-            if (row >= rows || weight_row >= n) continue;
+            if (row >= count || weight_row >= n) continue;
             finish(task, turn, row, weight_row, parked_sum(local, row));
         }
         math_barrier();
