@@ -2,8 +2,6 @@
 // sums depends on how many experts or rows are active. All gate/up tasks come first, then the down tasks in the same
 // expert order; one list, dealt round the CTAs.
 #pragma once
-#include <type_traits>
-
 #include "load.cuh"
 #include "marlin.cuh"
 #include "routing.cuh"
@@ -277,12 +275,11 @@ DEVICE void accumulate_chunks(const Params& p, Ring& ring, int chunks, int numbe
 template <int NT>
 DEVICE void accumulate_task(const Params& p, Ring& ring, Product product, int count, int number) {
     if constexpr (cfg::NVFP4) {
-        using ForGateUp = marlin::LayoutOf<GateUp>;
-        using ForDown = marlin::LayoutOf<Down>;
-        if (std::is_same_v<ForGateUp, ForDown> || product.gate_up) {
-            accumulate_boxes<ForGateUp, NT>(p, ring, product, count, number);
+        // Two copies: one for both, with distances between tiles that are no constants, cost 5 us of 180.
+        if (product.gate_up) {
+            accumulate_boxes<marlin::LayoutOf<GateUp>, NT>(p, ring, GATE_UP, count, number);
         } else {
-            accumulate_boxes<ForDown, NT>(p, ring, product, count, number);
+            accumulate_boxes<marlin::LayoutOf<Down>, NT>(p, ring, DOWN, count, number);
         }
     } else {
         if (GateUp::CHUNK == Down::CHUNK || product.gate_up) {
