@@ -2,6 +2,8 @@
 // sums depends on how many experts or rows are active. All gate/up tasks come first, then the down tasks in the same
 // expert order; one list, dealt round the CTAs.
 #pragma once
+#include <type_traits>
+
 #include "load.cuh"
 #include "marlin.cuh"
 #include "routing.cuh"
@@ -220,33 +222,67 @@ DEVICE void wait_sums_taken(const Params& p, int task) {
     if (task > 0) wait_mbarrier(p, cfg::SUMS_TAKEN_AT, (task - 1) & 1, protocol::Site::SUMS_TAKEN);
 }
 
-// NVFP4. L: how a stage is laid out.
-template <class L, int NT>
-DEVICE void accumulate_boxes(const Params& p, Ring& ring, Product product, int count, int number) {
-    const int thread = forget(thread_index()), warp = thread / WARP;
-    const bool busy = L::WARPS == cfg::MATH_WARPS || warp < L::WARPS;  // small experts leave warps without a share
-    const int boxes = product.stage_units(count);
-    const auto place = product.gate_up ? marlin::Place::of<GateUp>(warp) : marlin::Place::of<Down>(warp);
-    const marlin::Lanes<L, NT> lanes(place, thread % WARP, count, boxes);
-    float acc[4][NT][4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) clear(acc[i]);
+// NVFP4. Stages that hold as many boxes as one can. A piece of code for each product: with distances between tiles that
+// are no constants, one for both cost 5 us of 180.
+template <class G, int NT>
+DEVICE void accumulate_whole_stages(const Params& p, Ring& ring, int thread, bool busy, int count,
+                                    float (&acc)[4][NT][4]) {
+    using L = marlin::LayoutOf<G>;
+    constexpr int BOXES = L::BOXES, LAST = (BOXES + 1) / 2;  // half a stage at a time fits the registers
+    const marlin::Lanes<L, NT> lanes(marlin::Place::of<G>(thread / WARP), thread % WARP, count, BOXES);
 #pragma unroll 1
-    for (int unit = 0; unit < product.units(); unit += boxes) {
+    for (int unit = 0; unit < Shape<G>::UNITS; unit += BOXES) {
         ring.wait_full(p);
-        if (busy && boxes == L::BOXES) {
-            constexpr int LAST = (L::BOXES + 1) / 2;  // half a stage at a time fits the registers
-            if constexpr (LAST < L::BOXES) marlin::Held<L, L::BOXES - LAST, NT>(ring, lanes, 0).multiply(acc);
-            const marlin::Held<L, LAST, NT> held(ring, lanes, L::BOXES - LAST);
+        if (!busy) {
             ring.release();
-            held.multiply(acc);
             continue;
         }
+        if constexpr (LAST < BOXES) marlin::Held<L, BOXES - LAST, NT>(ring, lanes, 0).multiply(acc);
+        const marlin::Held<L, LAST, NT> held(ring, lanes, BOXES - LAST);
+        ring.release();
+        held.multiply(acc);
+    }
+}
+
+// Stages of fewer boxes, because the expert has many rows.
+template <class L, int NT>
+DEVICE void accumulate_by_box(const Params& p, Ring& ring, const marlin::Lanes<L, NT>& lanes, bool busy, int units,
+                              int boxes, float (&acc)[4][NT][4]) {
+#pragma unroll 1
+    for (int unit = 0; unit < units; unit += boxes) {
+        ring.wait_full(p);
         if (busy) {
 #pragma unroll 1
             for (int box = 0; box < boxes; ++box) marlin::Held<L, 1, NT>(ring, lanes, box).multiply(acc);
         }
         ring.release();
+    }
+}
+
+template <int NT>
+DEVICE void accumulate_boxes(const Params& p, Ring& ring, Product product, int count, int number) {
+    using ForGateUp = marlin::LayoutOf<GateUp>;
+    using ForDown = marlin::LayoutOf<Down>;
+    const int thread = forget(thread_index()), warp = thread / WARP, lane = thread % WARP;
+    const int sharing = product.choose(ForGateUp::WARPS, ForDown::WARPS);
+    const bool busy = sharing == cfg::MATH_WARPS || warp < sharing;  // small experts leave warps without a share
+    const int boxes = product.stage_units(count);
+    const auto place = product.gate_up ? marlin::Place::of<GateUp>(warp) : marlin::Place::of<Down>(warp);
+    float acc[4][NT][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) clear(acc[i]);
+    if (boxes == product.choose(GateUp::BOXES, Down::BOXES)) {
+        if (product.gate_up) {
+            accumulate_whole_stages<GateUp>(p, ring, thread, busy, count, acc);
+        } else {
+            accumulate_whole_stages<Down>(p, ring, thread, busy, count, acc);
+        }
+    } else if (std::is_same_v<ForGateUp, ForDown> || product.gate_up) {
+        const marlin::Lanes<ForGateUp, NT> lanes(place, lane, count, boxes);
+        accumulate_by_box(p, ring, lanes, busy, product.units(), boxes, acc);
+    } else {
+        const marlin::Lanes<ForDown, NT> lanes(place, lane, count, boxes);
+        accumulate_by_box(p, ring, lanes, busy, product.units(), boxes, acc);
     }
     wait_sums_taken(p, number);
     const int row = place.k_part * product.rows() + place.tile * 64;
@@ -275,12 +311,7 @@ DEVICE void accumulate_chunks(const Params& p, Ring& ring, int chunks, int numbe
 template <int NT>
 DEVICE void accumulate_task(const Params& p, Ring& ring, Product product, int count, int number) {
     if constexpr (cfg::NVFP4) {
-        // Two copies: one for both, with distances between tiles that are no constants, cost 5 us of 180.
-        if (product.gate_up) {
-            accumulate_boxes<marlin::LayoutOf<GateUp>, NT>(p, ring, GATE_UP, count, number);
-        } else {
-            accumulate_boxes<marlin::LayoutOf<Down>, NT>(p, ring, DOWN, count, number);
-        }
+        accumulate_boxes<NT>(p, ring, product, count, number);
     } else {
         if (GateUp::CHUNK == Down::CHUNK || product.gate_up) {
             accumulate_chunks<GateUp::CHUNK, NT>(p, ring, product.units(), number);
