@@ -225,11 +225,11 @@ DEVICE void wait_sums_taken(const Params& p, int task) {
 // NVFP4. Stages that hold as many boxes as one can. A piece of code for each product: with distances between tiles that
 // are no constants, one for both cost 5 us of 180.
 template <class G, int NT>
-DEVICE void accumulate_whole_stages(const Params& p, Ring& ring, int thread, bool busy, int count,
+DEVICE void accumulate_whole_stages(const Params& p, Ring& ring, int warp, int lane, bool busy, int count,
                                     float (&acc)[4][NT][4]) {
     using L = marlin::LayoutOf<G>;
     constexpr int BOXES = L::BOXES, LAST = (BOXES + 1) / 2;  // half a stage at a time fits the registers
-    const marlin::Lanes<L, NT> lanes(marlin::Place::of<G>(thread / WARP), thread % WARP, count, BOXES);
+    const marlin::Lanes<L, NT> lanes(marlin::Place::of<G>(warp), lane, count, BOXES);
 #pragma unroll 1
     for (int unit = 0; unit < Shape<G>::UNITS; unit += BOXES) {
         ring.wait_full(p);
@@ -263,7 +263,7 @@ template <int NT>
 DEVICE void accumulate_boxes(const Params& p, Ring& ring, Product product, int count, int number) {
     using ForGateUp = marlin::LayoutOf<GateUp>;
     using ForDown = marlin::LayoutOf<Down>;
-    const int thread = forget(thread_index()), warp = thread / WARP, lane = thread % WARP;
+    const int warp = warp_anew(), lane = lane_anew();
     const int sharing = product.choose(ForGateUp::WARPS, ForDown::WARPS);
     const bool busy = sharing == cfg::MATH_WARPS || warp < sharing;  // small experts leave warps without a share
     const int boxes = product.stage_units(count);
@@ -273,9 +273,9 @@ DEVICE void accumulate_boxes(const Params& p, Ring& ring, Product product, int c
     for (int i = 0; i < 4; ++i) clear(acc[i]);
     if (boxes == product.choose(GateUp::BOXES, Down::BOXES)) {
         if (product.gate_up) {
-            accumulate_whole_stages<GateUp>(p, ring, thread, busy, count, acc);
+            accumulate_whole_stages<GateUp>(p, ring, warp, lane, busy, count, acc);
         } else {
-            accumulate_whole_stages<Down>(p, ring, thread, busy, count, acc);
+            accumulate_whole_stages<Down>(p, ring, warp, lane, busy, count, acc);
         }
     } else if (std::is_same_v<ForGateUp, ForDown> || product.gate_up) {
         const marlin::Lanes<ForGateUp, NT> lanes(place, lane, count, boxes);
@@ -305,7 +305,7 @@ DEVICE void accumulate_chunks(const Params& p, Ring& ring, int chunks, int numbe
         held.multiply(acc);
     }
     wait_sums_taken(p, number);
-    park(acc, forget(warp_index()) * 16);
+    park(acc, warp_anew() * 16);
 }
 
 template <int NT>

@@ -14,6 +14,10 @@ constexpr int REDUCE_STRIDE = cfg::ROW_CAP + 1;         // floats; odd, against 
 
 DEVICE uint32_t reduce_at(int row, int column) { return cfg::REDUCE_AT + (row * REDUCE_STRIDE + column) * 4; }
 
+// This thread's places, found anew where they are used: no register holds them from one phase to the next.
+DEVICE int lane_anew() { return static_cast<int>(forget(static_cast<uint32_t>(thread_index())) % WARP); }
+DEVICE int warp_anew() { return static_cast<int>(forget(static_cast<uint32_t>(thread_index())) / WARP); }
+
 template <int NT>
 DEVICE void clear(float (&acc)[NT][4]) {
 #pragma unroll
@@ -23,7 +27,7 @@ DEVICE void clear(float (&acc)[NT][4]) {
 // Leaves a 16 x 8 NT tile of sums in the reduction buffer, from buffer row `row0` on.
 template <int NT>
 DEVICE void park(const float (&acc)[NT][4], int row0) {
-    const int lane = forget(lane_index()), g = lane / 4, t = lane % 4;
+    const int lane = lane_anew(), g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
         const int column = n * 8 + 2 * t;
@@ -53,8 +57,8 @@ struct ChunkShare {
     uint32_t weights, tokens;
 
     DEVICE ChunkShare() {
-        const int warp = forget(warp_index()), tile = warp % BLOCK_TILES, k_part = warp / BLOCK_TILES;
-        const int lane = forget(lane_index()), g = lane / 4, t = lane % 4, input = k_part * STEPS * 32 + t * 8;
+        const int warp = warp_anew(), tile = warp % BLOCK_TILES, k_part = warp / BLOCK_TILES;
+        const int lane = lane_anew(), g = lane / 4, t = lane % 4, input = k_part * STEPS * 32 + t * 8;
         weights = row_offset<CHUNK * WIDTH>(tile * 16 + g) + input * WIDTH;
         tokens = row_offset<CHUNK * 2>(g) + input * 2;
     }
@@ -146,7 +150,7 @@ struct StorePart {
 
     DEVICE void operator()(const DenseTask& task, int, int row, int weight_row, float sum) const {
         global_store(
-            partial + ((task.block * parts + task.part) * cfg::ROW_CAP + row) * BLOCK_ROWS + weight_row % BLOCK_ROWS,
+            partial + ((task.block * parts + task.part) * cfg::ROW_CAP + row - task.block) * BLOCK_ROWS + weight_row,
             sum);
     }
 };
@@ -172,7 +176,7 @@ DEVICE void run_tasks(const Params& p, Ring& ring, TaskList tasks, int n, int co
                 held.multiply(acc);
             }
         }
-        park(acc, forget(warp_index()) * 16);
+        park(acc, warp_anew() * 16);
         math_barrier();
         const uint32_t thread = forget(static_cast<uint32_t>(thread_index()));
         const int local = static_cast<int>(thread % BLOCK_ROWS), weight_row = task.block * BLOCK_ROWS + local;
