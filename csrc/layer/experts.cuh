@@ -112,10 +112,10 @@ struct Tasks {
     }
 };
 
-// BF16: rows of the expert's matrix, eight side by side at a time, which are of one segment.
+// BF16: rows of the expert's matrix, sixteen side by side at a time, which are of one segment.
 DEVICE void load_rows_of(const Params& p, const Ring& ring, const Product& product, const Task& task, int unit,
                          uint64_t policy) {
-    constexpr int AT_ONCE = 8, SEGMENT_ROWS = Shape<GateUp>::SEGMENT_ROWS;
+    constexpr int AT_ONCE = 16, SEGMENT_ROWS = Shape<GateUp>::SEGMENT_ROWS;
     static_assert(cfg::NVFP4 || (SEGMENT_ROWS % AT_ONCE == 0 && Shape<Down>::ROWS == BLOCK_ROWS), "groups of rows");
     if (!elect_one()) return;
     const int row_bytes = product.unit() * 2;
@@ -154,7 +154,8 @@ DEVICE void load_weights(const Params& p, Ring& ring, Product product, uint64_t 
             if constexpr (cfg::NVFP4) {
                 const auto matrix = product.gate_up ? marlin::Matrix::of<GateUp>(p.expert_boxes)
                                                     : marlin::Matrix::of<Down>(p.expert_boxes + 2 * 128);
-                marlin::load_stage(ring, matrix, task.expert, task.block, unit, units, policy);
+                marlin::load_stage<(GateUp::BOXES > Down::BOXES ? GateUp::BOXES : Down::BOXES)>(
+                    ring, matrix, task.expert, task.block, unit, units, policy);
             } else {
                 load_rows_of(p, ring, product, task, unit, policy);
             }
@@ -203,7 +204,7 @@ DEVICE void load_tokens(const Params& p, Ring& ring, Product product, uint32_t e
             if (elect_one()) {
                 mbarrier_arrive_expect(ring.full(), task.count * row_bytes);
                 uint32_t left = rows;
-#pragma unroll 1
+#pragma unroll COLUMN_TILES  // one by one, sixteen rows would take as long as the stage's weights
                 for (int column = 0; column < task.count; ++column, left &= left - 1u) {
                     bulk_load(ring.tokens() + row_offset(column, row_bytes),
                               lines + lowest_bit(left) * product.k() + unit * product.unit(), row_bytes, ring.full(),

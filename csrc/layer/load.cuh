@@ -4,7 +4,8 @@
 #include "ring.cuh"
 #include "schedule.cuh"
 
-// One stage of `rows` rows of ROW_BYTES, a multiple of AT_ONCE; that many copies are issued in a straight line.
+// One stage of `rows` rows of ROW_BYTES, a multiple of AT_ONCE; that many copies are issued in a straight line, because
+// from one turn of a loop to the next the copy's uniform registers must be free again.
 template <int ROW_BYTES, int AT_ONCE>
 DEVICE void load_rows(const Ring& ring, int rows, const char* source, int64_t stride, uint64_t policy) {
     if (!elect_one()) return;
@@ -38,9 +39,14 @@ DEVICE_CALL Stages load_weight_chunks(const Params& p, Stages ring, TaskList tas
     return ring;
 }
 
+// The largest power of two up to `most` that divides `value`.
+DEVICE constexpr int largest_power_of_two(int value, int most) {
+    return value % most == 0 ? most : largest_power_of_two(value, most / 2);
+}
+
 template <class G, class Stages>
 DEVICE void load_weights(const Params& p, Stages& ring, const void* weights, uint64_t policy) {
-    constexpr int AT_ONCE = G::N % 8 == 0 ? 8 : G::N % 4 == 0 ? 4 : G::N % 2 == 0 ? 2 : 1;
+    constexpr int AT_ONCE = largest_power_of_two(G::N, 16);
     ring = load_weight_chunks<Geometry<G>::ROW_BYTES, AT_ONCE>(
         p, ring, task_list<G>(), static_cast<const char*>(weights), G::K * (G::WIDE ? 4 : 2), G::N, policy);
 }
@@ -55,12 +61,11 @@ DEVICE_CALL Ring load_token_chunks(const Params& p, Ring ring, TaskList tasks, c
             if (elect_one()) {
                 mbarrier_arrive_expect(ring.full(), count * bytes);
                 const char* source = rows + chunk * bytes;
-                uint32_t to = ring.tokens();
-#pragma unroll 1
-                for (int row = 0; row < count; row += 2, to += row_offset(2, bytes), source += 2 * stride) {
-                    bulk_load(to, source, bytes, ring.full(), policy);
-                    if (row + 1 == count) break;
-                    bulk_load(to + row_offset(1, bytes), source + stride, bytes, ring.full(), policy);
+                // In a straight line: in a loop, sixteen rows take longer than the stage's weights.
+#pragma unroll
+                for (int row = 0; row < cfg::ROW_CAP; ++row) {
+                    if (row >= count) break;
+                    bulk_load(ring.tokens() + row_offset(row, bytes), source + row * stride, bytes, ring.full(), policy);
                 }
             }
             ring.next();

@@ -67,13 +67,16 @@ struct Matrix {
     }
 };
 
+// MOST: boxes of a stage, at most; their copies are issued in a straight line.
+template <int MOST>
 DEVICE void load_stage(const Ring& ring, const Matrix& matrix, int expert, int block, int first_box, int count,
                        uint64_t policy) {
     if (!elect_one()) return;
     mbarrier_arrive_expect(ring.full(), count * (matrix.codes + matrix.scales));
     const int step = expert * matrix.steps + first_box * matrix.box_steps, tile = block * matrix.run;
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
+#pragma unroll
+    for (int i = 0; i < MOST; ++i) {
+        if (i >= count) break;
         bulk_load_box(ring.weights() + i * matrix.codes, matrix.boxes, tile * (TILE_BYTES / 8), 0,
                       step + i * matrix.box_steps, ring.full(), policy);
         bulk_load_box(ring.weights() + matrix.scales_at + i * matrix.scales, matrix.boxes + 128,
