@@ -121,7 +121,8 @@ DEVICE void load_rows_of(const Params& p, const Ring& ring, const Product& produ
     const int row_bytes = product.unit() * 2;
     mbarrier_arrive_expect(ring.full(), BLOCK_ROWS * row_bytes);
     const char* matrix = static_cast<const char*>(product.gate_up ? p.gate_up : p.down);
-    const int64_t stride = product.k() * 2, first = static_cast<int64_t>(task.expert) * product.choose(GateUp::N, Down::N);
+    const int64_t stride = product.k() * 2;
+    const int64_t first = static_cast<int64_t>(task.expert) * product.choose(GateUp::N, Down::N);
 #pragma unroll 1
     for (int local = 0; local < BLOCK_ROWS; local += AT_ONCE) {
         const int row = product.gate_up ? local / SEGMENT_ROWS * (GateUp::N / 2) + task.block * SEGMENT_ROWS +

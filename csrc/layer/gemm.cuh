@@ -71,8 +71,8 @@ DEVICE void read_tokens(uint4 (&x)[NT], uint32_t tokens) {
     for (int n = 0; n < NT; ++n) x[n] = shared_load<uint4>(tokens + row_offset<TOKEN_BYTES>(n * 8));
 }
 
-// A lane's share of a chunk with bf16 weights, in registers: all of it is asked for at once, and the stage is free again
-// while it is multiplied. Both addresses are of the lane's share.
+// A lane's share of a chunk with bf16 weights, in registers: all of it is asked for at once, and the stage is free
+// again while it is multiplied. Both addresses are of the lane's share.
 template <int CHUNK, int NT>
 struct HeldChunk {
     static constexpr int STEPS = ChunkShare<CHUNK, 2>::STEPS;
