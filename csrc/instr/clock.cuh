@@ -9,6 +9,8 @@ DEVICE uint64_t global_nanoseconds() {
 }
 // One turn of a spin loop that found nothing.
 DEVICE void spin_pause() {}
+// About so long, without issue slots.
+DEVICE void sleep_nanoseconds(uint32_t nanoseconds) { asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds)); }
 // Time for writes to host memory to arrive, before a trap takes the GPU down.
 DEVICE void linger(uint64_t nanoseconds) {
     asm volatile("fence.acq_rel.sys;" ::: "memory");

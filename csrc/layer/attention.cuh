@@ -7,20 +7,6 @@
 
 namespace attention {
 
-// Long splits: their keys and values come into L2 so many turns before they are loaded. One warp of those that share a
-// split does it. Nothing of it is worth its code where a split is a turn or two.
-constexpr int AHEAD = 6;
-
-DEVICE void prefetch_head(const Params& p, int32_t slot, int kv_head) {
-    constexpr int HEAD_BYTES = LINE_BYTES / cfg::KV_HEADS;
-    const int64_t at = static_cast<int64_t>(slot) * LINE_BYTES + kv_head * HEAD_BYTES;
-#pragma unroll
-    for (int byte = 0; byte < HEAD_BYTES; byte += FETCHED) {
-        prefetch_line(static_cast<const uint8_t*>(p.key_cache) + at + byte);
-        prefetch_line(static_cast<const uint8_t*>(p.value_cache) + at + byte);
-    }
-}
-
 // One warp: queries of tile `tile` against split `split` (of 2^shift keys) of KV head `kv_head`.
 DEVICE void run_unit(const Params& p, const Rows& rows, int shift, int split, int kv_head, int tile) {
     const int t = lane_index() % 4;
@@ -35,27 +21,11 @@ DEVICE void run_unit(const Params& p, const Rows& rows, int shift, int split, in
     keys.load(key_cache, slots);
     values.load(value_cache, slots);
     int32_t slot = slot_of(p, rows, split_first + KEYS + lane_index());  // of the next turn
-    const bool prefetching = shift > MIN_SHIFT && tile == 0 && lane_index() < KEYS;
-    int32_t far = 0;  // slot to prefetch next
-    if (prefetching) {
-        int32_t near[AHEAD - 1];
-#pragma unroll
-        for (int turn = 1; turn < AHEAD; ++turn) {
-            near[turn - 1] = slot_of(p, rows, split_first + turn * KEYS + lane_index());
-        }
-        far = slot_of(p, rows, split_first + AHEAD * KEYS + lane_index());
-#pragma unroll
-        for (int turn = 1; turn < AHEAD; ++turn) prefetch_head(p, near[turn - 1], kv_head);
-    }
     const Tile queries(p, rows, shift, kv_head, tile);
     Sums sums;
 #pragma unroll 1
     for (int first = split_first; first < split_end; first += KEYS) {
         const bool more = first + KEYS < split_end;
-        if (prefetching && first + AHEAD * KEYS < split_end) {
-            prefetch_head(p, far, kv_head);
-            far = slot_of(p, rows, first + (AHEAD + 1) * KEYS + lane_index());
-        }
         float score[KEY_BLOCKS][4];
         score_keys(queries, keys, score);
         if (more) {

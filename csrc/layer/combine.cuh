@@ -14,7 +14,7 @@ static_assert(cfg::TOP_K <= WARP, "a lane looks after a slot");
 constexpr int BATCH = 3;  // lines whose values a thread holds at once
 
 // A thread has the same columns of all lines, so they are read once: squares first, then the weighted sum.
-DEVICE_CALL void combine_row(const Params& p, uint32_t epoch, int row) {
+DEVICE void combine_row(const Params& p, uint32_t epoch, int row) {
     using Columns = RowColumns<cfg::MOE_HIDDEN>;
     const GammaColumns<cfg::MOE_HIDDEN> gamma(p.post_expert_norm);
     const int slot = lane_index() < cfg::TOP_K ? lane_index() : 0;
@@ -74,11 +74,11 @@ DEVICE_CALL void combine_row(const Params& p, uint32_t epoch, int row) {
     uint16_t* out = p.combined + row * cfg::MOE_HIDDEN;
     Exchange::combined_experts(
         p, epoch, row, [&](int group, int) { return sum[group]; },
-        [&](int, int column, const float4& columns) { store_bf16x4(out + column, columns); });
+        [&](int column, const uint2& columns) { global_store(reinterpret_cast<uint2*>(out + column), columns); });
 }
 
 DEVICE void run(const Params& p, uint32_t epoch) {
-    boundary::for_owned_rows(p, protocol::Counter::COMBINED, [&](int row) { combine_row(p, epoch, row); });
+    boundary::for_owned_rows(p, protocol::Counter::COMBINED, 3, [&](int row) { combine_row(p, epoch, row); });
 }
 
 }  // namespace combine

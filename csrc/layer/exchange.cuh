@@ -27,11 +27,11 @@ struct OneRank {
     DEVICE static void wait_o_proj(const Params& p, uint32_t epoch) {
         wait_counter_math(p, protocol::Counter::O_PROJ, epoch);
     }
-    // A8: body(group, column, four columns of the attention branch), bf16 after the sum over ranks.
+    // A8: body(column, four columns of the attention branch), bf16 after the sum over ranks.
     template <class Body>
     DEVICE static void attention_branch(const Params& p, uint32_t, int row, Body body) {
         sum_row_parts<OProj>(p.o_partial, row,
-                             [&](int i, int column, const float4& sum) { body(i, column, round_bf16(sum)); });
+                             [&](int, int column, const float4& sum) { body(column, pack_bf16x4(sum)); });
     }
     // F6: columns of the row before the experts, bf16.
     template <class Body>
@@ -39,10 +39,10 @@ struct OneRank {
         sum_row_parts<PreProj>(p.pre_partial, row,
                                [&](int i, int column, const float4& sum) { body(i, column, round_bf16(sum)); });
     }
-    // F13: the sum of the ranks' combined experts, bf16; local(group, column) is this rank's F12.
+    // F13: body(column, the sum of the ranks' combined experts), bf16; local(group, column) is this rank's F12.
     template <class Local, class Body>
     DEVICE static void combined_experts(const Params&, uint32_t, int, Local local, Body body) {
-        for_columns<cfg::MOE_HIDDEN>([&](int i, int column) { body(i, column, round_bf16(local(i, column))); });
+        for_columns<cfg::MOE_HIDDEN>([&](int i, int column) { body(column, pack_bf16x4(local(i, column))); });
     }
     // F14: the expert branch, bf16.
     template <class Body>
@@ -103,7 +103,8 @@ struct ManyRanks {
 
     template <class Body>
     DEVICE static void attention_branch(const Params& p, uint32_t epoch, int row, Body body) {
-        row_mail::sum<mailbox::OProjSum>(p, epoch, row, body);
+        row_mail::sum<mailbox::OProjSum>(
+            p, epoch, row, [&](int column, const float4& sum) { body(column, pack_bf16x4(sum)); });
     }
     template <class Body>
     DEVICE static void expert_row(const Params& p, uint32_t epoch, int row, Body body) {
@@ -114,7 +115,8 @@ struct ManyRanks {
     template <class Local, class Body>
     DEVICE static void combined_experts(const Params& p, uint32_t epoch, int row, Local local, Body body) {
         row_mail::send<mailbox::ExpertSum>(p, epoch, row, local);
-        row_mail::sum<mailbox::ExpertSum>(p, epoch, row, body);
+        row_mail::sum<mailbox::ExpertSum>(
+            p, epoch, row, [&](int column, const float4& sum) { body(column, pack_bf16x4(sum)); });
     }
     template <class Body>
     DEVICE static void expert_branch(const Params& p, uint32_t epoch, int row, Body body) {

@@ -145,8 +145,13 @@ DEVICE void prepare_boxes(const Params& p) {
     }
 }
 
+// A ring asked for at once by all SMs comes as a whole, and token rows queue behind it; half a stage's time apart, the
+// first stage comes first.
+constexpr uint32_t FIRST_STAGES_APART_NS = 500;
+
 DEVICE void load_weights(const Params& p, Ring& ring, Product product, uint64_t policy) {
     Tasks tasks(product);
+    int early = product.gate_up ? cfg::STAGES - 1 : 0;  // stages to ask for before the first is used
     for (Task task; tasks.next(task);) {
         const int units = product.stage_units(task.count);
 #pragma unroll 1
@@ -161,6 +166,10 @@ DEVICE void load_weights(const Params& p, Ring& ring, Product product, uint64_t 
                 load_rows_of(p, ring, product, task, unit, policy);
             }
             mark(p, Point::ISSUED, product.stage_bytes(units) / 16);
+            if (early > 0) {
+                --early;
+                sleep_nanoseconds(FIRST_STAGES_APART_NS);
+            }
             ring.next();
         }
     }

@@ -117,7 +117,7 @@ DEVICE void layer_math(const Params& p) {
     mark(p, Point::GATED);
     run_o_proj(p, ring, epoch);
     mark(p, Point::O_PROJ);
-    boundary::for_owned_rows(p, Counter::AFTER_ATTENTION,
+    boundary::for_owned_rows(p, Counter::AFTER_ATTENTION, 0,
                              [&](int row) { boundary::after_attention_row(p, epoch, row); });
     mark(p, Point::AFTER_ATTENTION);
     run_product_to<Router>(p, ring, p.router_partial, Counter::ROUTER);
@@ -138,7 +138,7 @@ DEVICE void layer_math(const Params& p) {
     mark(p, Point::COMBINED);
     run_product_to<PostProj>(p, ring, p.post_partial, Counter::POST_PROJ);
     mark(p, Point::POST_PROJ);
-    boundary::for_owned_rows(p, Counter::AFTER_EXPERTS, [&](int row) { boundary::after_experts_row(p, epoch, row); });
+    boundary::for_owned_rows(p, Counter::AFTER_EXPERTS, 0, [&](int row) { boundary::after_experts_row(p, epoch, row); });
     mark(p, Point::AFTER_EXPERTS);
     if (p.has_next != 0) {
         run_product_to<QkvProj>(p, ring, p.qkv_partial, Counter::QKV_PROJ);
@@ -154,7 +154,7 @@ DEVICE void layer_math(const Params& p) {
 DEVICE void layer(const Params& p) {
     start();
     mark(p, Point::START);
-    const int warp = warp_index();
+    const int warp = static_cast<int>(shuffle(static_cast<uint32_t>(warp_index()), 0));
     if (warp == WEIGHT_LOADER) {
         layer_weights(p);
         return;
@@ -172,6 +172,7 @@ DEVICE void layer(const Params& p) {
         routing::build_table(p, epoch);
         mark(p, Point::TABLE);
         experts::finish(p, epoch);
+        boundary::prefetch_late_vectors(p);
         mark(p, Point::END);
         if (p.has_next == 0) return;
         wait_counter_warp(p, protocol::Counter::AFTER_EXPERTS, epoch);
@@ -199,7 +200,7 @@ DEVICE void embed(const Params& p) {
         wait_rows(p, Counter::AFTER_EXPERTS, epoch);
         load_tokens<QkvProj>(p, ring, p.next_input, eviction_policy(Keep::last_out));
     } else {
-        boundary::for_owned_rows(p, Counter::AFTER_EXPERTS, [&](int row) { boundary::embed_row(p, epoch, row); });
+        boundary::for_owned_rows(p, Counter::AFTER_EXPERTS, 0, [&](int row) { boundary::embed_row(p, epoch, row); });
         run_product_to<QkvProj>(p, ring, p.qkv_partial, Counter::QKV_PROJ);
         qkv::run(p, epoch);
         end_epoch(p, epoch);
@@ -222,7 +223,7 @@ DEVICE void lm_head(const Params& p) {
         wait_rows(p, Counter::AFTER_EXPERTS, epoch);
         load_tokens<LmHead>(p, ring, p.next_input, eviction_policy(Keep::last_out));
     } else if (warp < cfg::MATH_WARPS) {
-        boundary::for_owned_rows(p, Counter::AFTER_EXPERTS, [&](int row) { boundary::final_norm_row(p, row); });
+        boundary::for_owned_rows(p, Counter::AFTER_EXPERTS, 0, [&](int row) { boundary::final_norm_row(p, row); });
         head::run_logits(p, ring);
         wait_counter_math(p, Counter::LOGITS, epoch);
         for (int row = 0; row < p.rows; ++row) {

@@ -55,44 +55,58 @@ struct Name {
     bool wanted;
     int source, packet;
 };
+constexpr int MIDDLE = cfg::RANKS / 2;
+// In packets, from packet `first` of the middle source.
+DEVICE int offset_of(const Name& name, int first) {
+    return (name.source - MIDDLE) * cfg::MAIL_PACKETS + (name.packet - first);
+}
+
+// Packets name(0) .. name(N - 1) of a row are not there in time: tells which source's is missing.
+template <class Point, int N, class Naming>
+DEVICE void give_up_on(const Params& p, const char* base, int first, uint32_t expected, Naming name) {
+    uint32_t seen = expected;
+    int late = 0;
+#pragma unroll 1
+    for (int i = 0; i < N; ++i) {
+        if (!name(i).wanted) continue;
+        const Packet packet = receive_packet(base + offset_of(name(i), first) * PACKET_BYTES);
+        if (packet.is(expected)) continue;
+        late = name(i).source;
+        seen = packet.low_tag != expected ? packet.low_tag : packet.high_tag;
+    }
+    give_up(p, static_cast<uint32_t>(Point::SITE) + (static_cast<uint32_t>(late + 1) << 16), expected, seen);
+}
 
 // Polls packets name(0) .. name(N - 1) of a row at once until all are of this launch. `first`: what the names' numbers
 // have in common, so that addresses differ by constants; counted from the middle source, they fit an instruction.
 template <class Point, int N, class Naming>
 DEVICE void receive(const Params& p, uint32_t epoch, int row, int first, uint2 (&data)[N], Naming name) {
-    constexpr int MIDDLE = cfg::RANKS / 2;
     const char* const base = p.mailboxes[p.rank] + place<Point>(epoch, MIDDLE, row, first);
     const uint32_t expected = tag(p, epoch);
-    uint32_t seen = expected;
-    int late = 0;
-    const auto complete = [&] {
+    uint64_t start = 0;
+    // One copy of the polls: the first is no code of its own.
+#pragma unroll 1
+    for (int tries = 0;; ++tries) {
         Packet packet[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            const int offset = (name(i).source - MIDDLE) * cfg::MAIL_PACKETS + (name(i).packet - first);
-            if (name(i).wanted) packet[i] = receive_packet(base + offset * PACKET_BYTES);
+            if (name(i).wanted) packet[i] = receive_packet(base + offset_of(name(i), first) * PACKET_BYTES);
         }
-        bool all = true;
+        uint32_t wrong = 0u;  // bits in which some tag differs
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             if (!name(i).wanted) continue;
             data[i] = uint2{packet[i].low, packet[i].high};
-            if (packet[i].is(expected)) continue;
-            all = false;
-            late = name(i).source;
-            seen = packet[i].low_tag != expected ? packet[i].low_tag : packet[i].high_tag;
+            wrong |= packet[i].low_tag ^ expected;
+            wrong |= packet[i].high_tag ^ expected;
         }
-        return all;
-    };
-    uint64_t start = 0;
-#pragma unroll 1
-    for (int tries = 0; !complete(); ++tries) {
+        if (wrong == 0u) return;
         spin_pause();
         if (tries < 64) continue;  // the common case needs no clock
         const uint64_t now = global_nanoseconds();
         if (start == 0) start = now;
         if (now - start > p.deadline_ns / 2) {  // before those of this rank that wait for the reader give up
-            give_up(p, static_cast<uint32_t>(Point::SITE) + (static_cast<uint32_t>(late + 1) << 16), expected, seen);
+            give_up_on<Point, N>(p, base, first, expected, name);
         }
     }
 }

@@ -18,7 +18,7 @@ DEVICE int expert_position(int k) {
 }
 
 // F7: x = bf(N1(h)), stored in the experts' order.
-DEVICE_CALL void expert_input_row(const Params& p, uint32_t epoch, int row) {
+DEVICE void expert_input_row(const Params& p, uint32_t epoch, int row) {
     using Columns = RowColumns<cfg::MOE_HIDDEN>;
     const GammaColumns<cfg::MOE_HIDDEN> gamma(p.pre_expert_norm);
     wait_counter_math(p, protocol::Counter::PRE_PROJ, epoch);
@@ -43,56 +43,97 @@ constexpr int QUADS = (cfg::EXPERTS / 4 + WARP - 1) / WARP;
 DEVICE bool has_quad(int quad) { return quad * WARP + lane_index() < cfg::EXPERTS / 4; }
 DEVICE int first_of_quad(int quad) { return (quad * WARP + lane_index()) * 4; }
 
+// Integers in the order of the floats; TAKEN comes before all of them.
+constexpr int TAKEN = static_cast<int>(0x80000000u);
+DEVICE int order_of(float value) {
+    const int bits = static_cast<int>(float_bits(value));
+    return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+
+// Sums of the router's parts in worker order, a third of them in a turn: straight code for all is fetched slower than
+// the loads come.
+DEVICE void sum_quads(const Params& p, int row, float4 (&sum)[QUADS]) {
+    constexpr int TURNS = (Router::PARTS + 10) / 11, BATCH = (Router::PARTS + TURNS - 1) / TURNS;
+    const float* at[QUADS];
+    int parts[QUADS];
+#pragma unroll
+    for (int quad = 0; quad < QUADS; ++quad) {
+        sum[quad] = float4{-0.f, -0.f, -0.f, -0.f};  // the first part keeps its sign
+        const int column = first_of_quad(quad), block = column / BLOCK_ROWS;
+        parts[quad] = has_quad(quad) ? Geometry<Router>::parts(block) : 0;
+        at[quad] = p.router_partial + ((block * Router::PARTS) * cfg::ROW_CAP + row) * BLOCK_ROWS + column % BLOCK_ROWS;
+    }
+#pragma unroll 1
+    for (int first = 0; first < Router::PARTS; first += BATCH) {
+        float4 part[BATCH][QUADS];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+#pragma unroll
+            for (int quad = 0; quad < QUADS; ++quad) {
+                part[i][quad] = float4{-0.f, -0.f, -0.f, -0.f};  // adds nothing, whatever the sum is
+                if (first + i < parts[quad]) part[i][quad] = load_f32x4(at[quad] + i * cfg::ROW_CAP * BLOCK_ROWS);
+            }
+        }
+#pragma unroll
+        for (int quad = 0; quad < QUADS; ++quad) {
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) sum[quad] = plus(sum[quad], part[i][quad]);
+            at[quad] += BATCH * cfg::ROW_CAP * BLOCK_ROWS;
+        }
+    }
+}
+
 // F3-F5 for one row, by one warp: TOP_K times the best that is left; ties go to the lower id.
 DEVICE void route_row(const Params& p, int row) {
     const uint32_t score_at = cfg::ROUTE_AT, chosen_at = score_at + cfg::EXPERTS * 4;
-    float selection[QUADS][4];
+    int selection[QUADS][4];  // in order_of's numbers
+    float4 sums[QUADS], bias[QUADS];
+#pragma unroll
+    for (int quad = 0; quad < QUADS; ++quad) {
+        if (has_quad(quad)) bias[quad] = load_f32x4(p.router_bias + first_of_quad(quad));
+    }
+    sum_quads(p, row, sums);
 #pragma unroll
     for (int quad = 0; quad < QUADS; ++quad) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) selection[quad][i] = -infinity();
+        for (int i = 0; i < 4; ++i) selection[quad][i] = TAKEN;
         if (!has_quad(quad)) continue;
         const int first = first_of_quad(quad);
-        const float4 sum = sum_parts<Router>(p.router_partial, row, first);
-        const float4 bias = load_f32x4(p.router_bias + first);
+        const float4 sum = sums[quad];
         global_store(reinterpret_cast<float4*>(p.router_logits + row * cfg::EXPERTS + first), sum);
-        const float logit[4] = {sum.x, sum.y, sum.z, sum.w}, shift[4] = {bias.x, bias.y, bias.z, bias.w};
+        const float logit[4] = {sum.x, sum.y, sum.z, sum.w}, shift[4] = {bias[quad].x, bias[quad].y, bias[quad].z, bias[quad].w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float score = output_gate::sigmoid(logit[i] * cfg::OUTPUT_MULTIPLIER);
             shared_store(score_at + (first + i) * 4, score);
-            selection[quad][i] = score + shift[i];
+            selection[quad][i] = order_of(score + shift[i]);
         }
     }
     warp_sync();
     float sum = 0.f;
+#pragma unroll 1
     for (int slot = 0; slot < cfg::TOP_K; ++slot) {
-        float best = -infinity();
+        int best = TAKEN;
+#pragma unroll
+        for (int quad = 0; quad < QUADS; ++quad) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) best = selection[quad][i] > best ? selection[quad][i] : best;
+        }
+        best = warp_maximum(best);
         int id = cfg::EXPERTS;
 #pragma unroll
-        for (int quad = 0; quad < QUADS; ++quad) {
+        for (int quad = QUADS - 1; quad >= 0; --quad) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (selection[quad][i] > best) {  // ids ascend: a tie keeps the lower one
-                    best = selection[quad][i];
-                    id = first_of_quad(quad) + i;
-                }
+            for (int i = 3; i >= 0; --i) {
+                if (selection[quad][i] == best && has_quad(quad)) id = first_of_quad(quad) + i;
             }
         }
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) {
-            const float other = shuffle_xor(best, step);
-            const int other_id = shuffle_xor(id, step);
-            if (other > best || (other == best && other_id < id)) {
-                best = other;
-                id = other_id;
-            }
-        }
+        id = warp_minimum(id);  // a tie keeps the lower one
 #pragma unroll
         for (int quad = 0; quad < QUADS; ++quad) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                if (first_of_quad(quad) + i == id) selection[quad][i] = -infinity();
+                if (first_of_quad(quad) + i == id) selection[quad][i] = TAKEN;
             }
         }
         const float score = shared_load<float>(score_at + id * 4);
@@ -123,8 +164,8 @@ DEVICE void route_nowhere(const Params& p, int row) {
 DEVICE void route_rows(const Params& p, uint32_t epoch) {
     const int live = global_load(p.live);
     bool waited = false;
-    for (int row = 0; row < cfg::ROW_CAP; ++row) {
-        if (!owns_row(row, cfg::ROW_CAP)) continue;
+#pragma unroll 1
+    for (int row = first_owned_row(cfg::ROW_CAP); row < cfg::ROW_CAP; row += cfg::SMS) {
         if (row < p.rows && row < live) {
             if (!waited) wait_counter_warp(p, protocol::Counter::ROUTER, epoch);
             waited = true;
@@ -139,7 +180,7 @@ DEVICE void route_rows(const Params& p, uint32_t epoch) {
 
 // Math warps: F7 of the rows this CTA owns.
 DEVICE void run(const Params& p, uint32_t epoch) {
-    boundary::for_owned_rows(p, protocol::Counter::EXPERT_INPUT, [&](int row) { expert_input_row(p, epoch, row); });
+    boundary::for_owned_rows(p, protocol::Counter::EXPERT_INPUT, 2, [&](int row) { expert_input_row(p, epoch, row); });
 }
 
 // The table of a step, in shared memory: active local experts in ascending order, each with the set of its rows.

@@ -5,6 +5,8 @@
 
 // Which CTA does row `row` (and, beside it, that row's routing): the same for every number of rows.
 DEVICE bool owns_row(int row, int shift = 0) { return (row + shift) % cfg::SMS == cta_index(); }
+// The first row of this CTA; it has every SMS-th from there on.
+DEVICE int first_owned_row(int shift = 0) { return (forget(cta_index()) + cfg::SMS - shift % cfg::SMS) % cfg::SMS; }
 
 template <int WIDTH>
 struct RowColumns {
@@ -39,7 +41,8 @@ DEVICE float row_sum(float value, int turn) {
 
 DEVICE float square_sum(const float4& v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
 
-DEVICE float round_bf16(float value) { return bf16_to_float(float_to_bf16(value)); }
+// The pair conversion, because that of a single number runs at an eighth of its rate; the high half is the float.
+DEVICE float round_bf16(float value) { return bits_float(pack_bf16x2(0.f, value)); }
 DEVICE float4 round_bf16(const float4& v) {
     return float4{round_bf16(v.x), round_bf16(v.y), round_bf16(v.z), round_bf16(v.w)};
 }
@@ -86,6 +89,7 @@ struct FloatColumns {
         });
     }
     DEVICE const float4& operator[](int i) const { return values[i]; }
+    DEVICE float4& operator[](int i) { return values[i]; }
 };
 
 DEVICE float4 plus(const float4& a, const float4& b) { return float4{a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }

@@ -6,8 +6,8 @@
 
 namespace row_mail {
 
-// Packets a thread polls at once: as many as registers allow, which a phase of its own has fewer of.
-constexpr int IN_FLIGHT = cfg::SEPARATE ? 8 : 12;
+// Packets a thread polls at once, four registers each.
+constexpr int IN_FLIGHT = 16;
 
 // Below MATH_THREADS in the math warps, and for the compiler: where sizes are multiples of it, all that is said of
 // packets below is constant.
@@ -30,32 +30,33 @@ DEVICE void send(const Params& p, uint32_t epoch, int row, Part part) {
     }
 }
 
-// body(group, column, sum of the ranks' four columns).
+// body(column, sum of the ranks' four columns). One copy of the code for all turns, so the body's group is no constant:
+// what it keeps, it keeps in memory.
 template <class Point, class Body>
 DEVICE void sum(const Params& p, uint32_t epoch, int row, Body body) {
     constexpr int GROUPS = groups(Point::PACKETS);
     constexpr int MOST = cfg::RANKS < IN_FLIGHT ? IN_FLIGHT / cfg::RANKS : 1;
     constexpr int TURN = MOST < GROUPS ? MOST : GROUPS;
+    constexpr bool FULL = Point::PACKETS % (TURN * cfg::MATH_THREADS) == 0;
     epoch = forget(epoch);
-    const int first = first_packet();
-#pragma unroll
+#pragma unroll 1
     for (int start = 0; start < GROUPS; start += TURN) {
+        const int first = start * cfg::MATH_THREADS + first_packet();
         uint2 data[TURN * cfg::RANKS];
         mailbox::receive<Point>(p, epoch, row, first, data, [&](int i) {
-            const int group = start + i / cfg::RANKS, packet = group * cfg::MATH_THREADS + first;
-            return mailbox::Name{packet < Point::PACKETS, i % cfg::RANKS, packet};
+            const int packet = i / cfg::RANKS * cfg::MATH_THREADS + first;
+            return mailbox::Name{FULL || packet < Point::PACKETS, i % cfg::RANKS, packet};
         });
 #pragma unroll
         for (int turn = 0; turn < TURN; ++turn) {
-            const int group = start + turn, packet = group * cfg::MATH_THREADS + first;
-            if (packet >= Point::PACKETS) continue;
+            const int packet = turn * cfg::MATH_THREADS + first;
+            if (!FULL && packet >= Point::PACKETS) continue;
             float4 total = unpack_bf16x4(data[turn * cfg::RANKS]);
 #pragma unroll
             for (int rank = 1; rank < cfg::RANKS; ++rank) {
-                const float4 more = unpack_bf16x4(data[turn * cfg::RANKS + rank]);
-                total = float4{total.x + more.x, total.y + more.y, total.z + more.z, total.w + more.w};
+                total = plus(total, unpack_bf16x4(data[turn * cfg::RANKS + rank]));
             }
-            body(group, packet * 4, round_bf16(total));
+            body(packet * 4, total);
         }
     }
 }

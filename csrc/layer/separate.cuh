@@ -138,19 +138,22 @@ DEVICE void combined(const Params& p) {
             routing::wait_table(p);
             combine::run(p, epoch);
         },
-        [&](uint32_t epoch) { routing::build_table(p, epoch); });
+        [&](uint32_t epoch) {
+            routing::build_table(p, epoch);
+            boundary::prefetch_late_vectors(p);
+        });
 }
 
 DEVICE void after_attention(const Params& p) {
     run(p, [&](uint32_t epoch) {
-        boundary::for_owned_rows(p, protocol::Counter::AFTER_ATTENTION,
+        boundary::for_owned_rows(p, protocol::Counter::AFTER_ATTENTION, 0,
                                  [&](int row) { boundary::after_attention_row(p, epoch, row); });
     });
 }
 
 DEVICE void after_experts(const Params& p) {
     run(p, [&](uint32_t epoch) {
-        boundary::for_owned_rows(p, protocol::Counter::AFTER_EXPERTS,
+        boundary::for_owned_rows(p, protocol::Counter::AFTER_EXPERTS, 0,
                                  [&](int row) { boundary::after_experts_row(p, epoch, row); });
     });
 }

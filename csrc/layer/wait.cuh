@@ -34,22 +34,31 @@ DEVICE_CALL void give_up(const Params& p, uint32_t site, uint32_t expected, uint
 template <class Probe>
 DEVICE void spin_until(const Params& p, uint32_t site, uint32_t expected, Probe probe) {
     uint32_t seen = 0;
+    uint64_t start = 0;
     mark(p, Point::WAIT, site);
-#pragma unroll 1  // there are fifty of these loops: code that is not fetched is time saved
-    for (int quick = 0; quick < 64; ++quick) {
-        if (probe(seen)) {
-            mark(p, Point::GO, site);
-            return;
-        }
-        spin_pause();
-    }
-    const uint64_t start = global_nanoseconds();
 #pragma unroll 1
-    while (!probe(seen)) {
+    for (int tries = 0; !probe(seen); ++tries) {
         spin_pause();
-        if (global_nanoseconds() - start > p.deadline_ns) give_up(p, site, expected, seen);
+        if (tries < 64) continue;
+        const uint64_t now = global_nanoseconds();
+        if (start == 0) start = now;
+        if (now - start > p.deadline_ns) give_up(p, site, expected, seen);
     }
     mark(p, Point::GO, site);
+}
+
+// One copy of each kind of wait for all that wait so: code that is not fetched is time saved.
+DEVICE_CALL void spin_on_counter(const Params& p, const uint32_t* address, uint32_t expected, uint32_t site) {
+    spin_until(p, site, expected, [&](uint32_t& seen) {
+        seen = load_acquire(address);
+        return static_cast<int32_t>(seen - expected) >= 0;
+    });
+}
+DEVICE_CALL void spin_on_mbarrier(const Params& p, uint32_t offset, uint32_t parity, uint32_t site) {
+    spin_until(p, site, parity, [&](uint32_t& seen) {
+        seen = parity ^ 1u;
+        return mbarrier_try_wait(offset, parity);
+    });
 }
 
 // Counters only grow, and wrap: "reached" is a signed distance. One 128-byte line each.
@@ -62,11 +71,7 @@ DEVICE uint32_t* counter_address(const Params& p, protocol::Counter counter) {
 DEVICE void wait_counter(const Params& p, protocol::Counter counter, uint32_t epoch) {
     if constexpr (cfg::SEPARATE) return;
     const uint32_t expected = (epoch + 1u) * protocol::arrivals(counter);
-    const uint32_t* address = counter_address(p, counter);
-    spin_until(p, static_cast<uint32_t>(counter), expected, [&](uint32_t& seen) {
-        seen = load_acquire(address);
-        return static_cast<int32_t>(seen - expected) >= 0;
-    });
+    spin_on_counter(p, counter_address(p, counter), expected, static_cast<uint32_t>(counter));
 }
 
 // A whole warp waits: lane 0 polls.
@@ -91,9 +96,5 @@ DEVICE void arrive_math(const Params& p, protocol::Counter counter) {
 }
 
 DEVICE void wait_mbarrier(const Params& p, uint32_t offset, uint32_t parity, protocol::Site site) {
-    if (mbarrier_try_wait(offset, parity)) return;
-    spin_until(p, static_cast<uint32_t>(site), parity, [&](uint32_t& seen) {
-        seen = parity ^ 1u;
-        return mbarrier_try_wait(offset, parity);
-    });
+    if (!mbarrier_try_wait(offset, parity)) spin_on_mbarrier(p, offset, parity, static_cast<uint32_t>(site));
 }

@@ -259,7 +259,7 @@ class Instance:
         if self.nvfp4:
             rows = max(rows, *(64 * t.tiles * t.k_parts for t in (self.gate_up_tiles, self.down_tiles)))
         combining = 3 * self.top_k * 4
-        return _round_up(max(rows * (self.row_cap + 1) * 4, combining, self.merge_bytes), 128)
+        return _round_up(max(rows * (self.row_cap + 1) * 4, combining, self.merge_bytes, self.hidden * 2), 128)
 
     @property
     def merge_bytes(self) -> int:
@@ -371,7 +371,7 @@ class Instance:
         }  # fmt: skip
         offsets = self.shared_offsets | {
             "STAGE_WEIGHT_BYTES": self.stage_weight_bytes, "STAGE_TOKEN_BYTES": self.stage_token_bytes,
-            "STAGE_BYTES": self.stage_bytes, "MERGE_BYTES": self.merge_bytes,
+            "STAGE_BYTES": self.stage_bytes, "MERGE_BYTES": self.merge_bytes, "REDUCE_BYTES": self.reduce_bytes,
         }  # fmt: skip
         floats = {
             "RMS_EPS": self.rms_eps, "POST_EPS": self.post_eps, "ROUTED_SCALING": self.routed_scaling,
