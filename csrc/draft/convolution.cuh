@@ -117,8 +117,8 @@ template <class Ready, class RowOperation, class Beyond>
 DEVICE void for_owned_rows(const Params& p, protocol::Counter counter, Ready ready, RowOperation row_operation,
                            Beyond beyond) {
     bool waited = false;
-    for (int row = 0; row < cfg::ROW_CAP; ++row) {
-        if (!owns_row(row)) continue;
+#pragma unroll 1
+    for (int row = first_owned_row(); row < cfg::ROW_CAP; row += cfg::SMS) {
         if (!waited) ready();
         waited = true;
         if (row < p.rows) {

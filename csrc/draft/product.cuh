@@ -21,6 +21,7 @@ template <class G>
 DEVICE void load_product(const Params& p, Ring& ring, const void* weights, uint64_t policy) {
     DenseTasks<G> tasks;
     for (DenseTask task; tasks.next(task);) {
+#pragma unroll 1
         for (int chunk = task.chunk; chunk < task.chunk_end; ++chunk) {
             ring.wait_empty(p);
             if (elect_one()) {
@@ -62,6 +63,7 @@ DEVICE void run_product(const Params& p, Ring& ring, Finish finish) {
     for (DenseTask task; tasks.next(task);) {
         float acc[COLUMN_TILES][4];
         clear(acc);
+#pragma unroll 1
         for (int chunk = task.chunk; chunk < task.chunk_end; ++chunk) {
             ring.wait_full(p);
             accumulate_fragments<G>(acc, ring.weights(), ring.tokens());

@@ -23,6 +23,7 @@ DEVICE void load_chunks(const Params& p, Ring& ring, const uint16_t* rows, uint6
     constexpr int BYTES = cfg::ROW_CAP * G::CHUNK * 2;
     DenseTasks<G> tasks;
     for (DenseTask task; tasks.next(task);) {
+#pragma unroll 1
         for (int chunk = task.chunk; chunk < task.chunk_end; ++chunk) {
             ring.wait_empty(p);
             if (elect_one()) {

@@ -154,7 +154,7 @@ DEVICE void layer_math(const Params& p) {
 DEVICE void layer(const Params& p) {
     start();
     mark(p, Point::START);
-    const int warp = static_cast<int>(shuffle(static_cast<uint32_t>(warp_index()), 0));
+    const int warp = uniform_warp_index();
     if (warp == WEIGHT_LOADER) {
         layer_weights(p);
         return;
