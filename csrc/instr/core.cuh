@@ -14,8 +14,8 @@ extern __shared__ __align__(1024) unsigned char shared_memory[];
 constexpr int WARP = 32;
 
 DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
-DEVICE int lane_index() { return static_cast<int>(threadIdx.x % WARP); }
-DEVICE int warp_index() { return static_cast<int>(threadIdx.x / WARP); }
+DEVICE int lane_index() { return static_cast<int>(threadIdx.x) % WARP; }
+DEVICE int warp_index() { return static_cast<int>(threadIdx.x) / WARP; }
 DEVICE int cta_index() { return static_cast<int>(blockIdx.x); }
 
 // The same value, of which the compiler knows nothing: what is derived from it is computed anew, and not ahead of a
