@@ -93,8 +93,8 @@ DEVICE void block_tokens(const Params& p, uint32_t first_epoch) {
 
 // Row 0 is the anchor, the others are the mask token. The counter gets a launch's arrivals of all layers at once.
 DEVICE void embed(const Params& p, uint32_t epoch) {
-#pragma unroll 1
-    for (int row = first_owned_row(); row < cfg::ROW_CAP; row += cfg::SMS) {
+    for (int row = 0; row < cfg::ROW_CAP; ++row) {
+        if (!owns_row(row)) continue;
         if (row < p.rows) {
             if constexpr (cfg::RANKS > 1) {
                 convolution::embed_row_over_ranks(p, epoch, row);
@@ -172,7 +172,7 @@ DEVICE void block_math(const Params& p, uint32_t first_epoch) {
 
 DEVICE void block(const Params& p) {
     start();
-    const int warp = uniform_warp_index();
+    const int warp = warp_index();
     if (warp == WEIGHT_LOADER) {
         block_weights(p);
         return;

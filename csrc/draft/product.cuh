@@ -58,7 +58,7 @@ DEVICE void accumulate_fragments(float (&acc)[NT][4], uint32_t weights, uint32_t
 // of 32.
 template <class G, class Finish>
 DEVICE void run_product(const Params& p, Ring& ring, Finish finish) {
-    const int tile = warp_index() % BLOCK_TILES, k_part = warp_index() / BLOCK_TILES;
+    const int warp = forget_on_blackwell(warp_index()), tile = warp % BLOCK_TILES, k_part = warp / BLOCK_TILES;
     DenseTasks<G> tasks;
     for (DenseTask task; tasks.next(task);) {
         float acc[COLUMN_TILES][4];

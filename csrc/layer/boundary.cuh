@@ -64,17 +64,16 @@ DEVICE void after_attention_row(const Params& p, uint32_t epoch, int row) {
 
 // F15, F16, tap, next A1: expert branch into the stream, and the next layer's input norm.
 DEVICE void after_experts_row(const Params& p, uint32_t epoch, int row) {
-    using Columns = RowColumns<cfg::HIDDEN>;
     float* stream = p.stream + row * cfg::HIDDEN;
     uint16_t* out = p.next_input + row * cfg::HIDDEN;
     uint16_t* tap = p.tap == nullptr ? nullptr : p.tap + row * p.tap_stride;
-    uint2 z[Columns::GROUPS] = {};  // the branch is bf16: half the registers
     const GammaColumns<cfg::HIDDEN> before(p.post_feedforward_norm);
     wait_counter_math(p, protocol::Counter::POST_PROJ, epoch);
     float squares = 0.f;
-    Exchange::expert_branch(p, epoch, row, [&](int i, int, const float4& branch) {
-        z[i] = pack_bf16x4(times(branch, before.centred(i)));
-        squares += square_sum(unpack_bf16x4(z[i]));
+    Exchange::expert_branch(p, epoch, row, [&](int i, int column, const float4& branch) {
+        const uint2 z = pack_bf16x4(times(branch, before.centred(i)));
+        ParkedRow::store(column, z);
+        squares += square_sum(unpack_bf16x4(z));
     });
     FloatColumns<cfg::HIDDEN> s(stream);  // asked for beside the sum
     const float scale = reciprocal_root(row_sum(squares, 0) / cfg::HIDDEN + cfg::POST_EPS);
@@ -82,7 +81,7 @@ DEVICE void after_experts_row(const Params& p, uint32_t epoch, int row) {
     const GammaColumns<cfg::HIDDEN> gamma(p.has_next != 0 ? p.next_norm : p.post_feedforward_norm);
     squares = 0.f;
     for_columns<cfg::HIDDEN>([&](int i, int column) {
-        const float4 n = round_bf16(times(unpack_bf16x4(z[i]), scale));
+        const float4 n = round_bf16(times(ParkedRow::load(column), scale));
         s[i] = gated_residual(alpha[i], beta[i], s[i], n);
         global_store(reinterpret_cast<float4*>(stream + column), s[i]);
         if (tap != nullptr) store_bf16x4(tap + column, s[i]);

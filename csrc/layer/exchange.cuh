@@ -138,7 +138,10 @@ using Exchange = ExchangeOf<(cfg::RANKS > 1)>::Type;
 
 template <class G, class Finish>
 DEVICE void run_product(const Params& p, Ring& ring, Finish finish) {
-    ring = run_tasks_shared<G::CHUNK, G::WIDE ? 4 : 2>(p, ring, task_list<G>(), G::N, p.rows, finish);
+    const TaskList tasks = task_list<G>();
+    const Ring from = ring;
+    ring.skip(tasks.left);  // what the call will take up: a value that comes back would pass through memory
+    run_tasks_shared<G::CHUNK, G::WIDE ? 4 : 2>(p, from, tasks, G::N, p.rows, finish);
 }
 // The usual end: parts go to partial [blocks, PARTS, ROW_CAP, 64] f32, and one arrival publishes them.
 template <class G>

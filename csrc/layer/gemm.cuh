@@ -193,7 +193,6 @@ DEVICE void run_tasks(const Params& p, Ring& ring, TaskList tasks, int n, int co
 // The same as one piece of code for all products of the same chunks: what is fetched for the first is there for the
 // next.
 template <int CHUNK, int WIDTH, class Finish>
-DEVICE_CALL Ring run_tasks_shared(const Params& p, Ring ring, TaskList tasks, int n, int rows, Finish finish) {
+DEVICE_CALL void run_tasks_shared(const Params& p, Ring ring, TaskList tasks, int n, int rows, Finish finish) {
     run_tasks<CHUNK, WIDTH, 1>(p, ring, tasks, n, rows, finish);
-    return ring;
 }

@@ -29,6 +29,11 @@ struct Ring {
             parity ^= 1u;
         }
     }
+    DEVICE void skip(int stages) {
+        slot += stages;
+        parity ^= static_cast<uint32_t>(slot / cfg::STAGES) & 1u;
+        slot %= cfg::STAGES;
+    }
     DEVICE uint32_t weights() const { return cfg::RING_AT + slot * cfg::STAGE_BYTES; }
     DEVICE uint32_t tokens() const { return weights() + cfg::STAGE_WEIGHT_BYTES; }
     DEVICE uint32_t full() const { return cfg::BARRIERS_AT + slot * 8; }

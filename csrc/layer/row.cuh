@@ -31,7 +31,7 @@ DEVICE void for_columns(Body body) {
 DEVICE float row_sum(float value, int turn) {
     value = output_gate::warp_sum(value);
     const uint32_t at = cfg::ROW_SUM_AT + turn * cfg::MATH_WARPS * 4;
-    if (lane_index() == 0) shared_store(at + warp_index() * 4, value);
+    if (lane_anew() == 0) shared_store(at + warp_anew() * 4, value);
     math_barrier();
     float sum = 0.f;
 #pragma unroll

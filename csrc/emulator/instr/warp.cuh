@@ -16,6 +16,7 @@ DEVICE float shuffle_xor(float value, int mask, emulator::Site site = emulator::
 DEVICE int shuffle_xor(int value, int mask, emulator::Site site = emulator::Site::current()) {
     return static_cast<int>(shuffle(static_cast<uint32_t>(value), lane_index() ^ mask, site));
 }
+DEVICE int uniform_warp_index() { return warp_index(); }
 DEVICE uint32_t warp_ballot(bool predicate, emulator::Site site = emulator::Site::current()) {
     emulator::words()[0] = predicate ? 1u : 0u;
     return emulator::meet(emulator::Meeting::ballot, emulator::ballot_words, site)[0];
