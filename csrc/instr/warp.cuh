@@ -5,8 +5,8 @@
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 DEVICE int shuffle_xor(int value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 DEVICE uint32_t shuffle(uint32_t value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
-// The number of the warp, which the compiler now knows to be the same in all lanes: what hangs on it is no divergence, and
-// addresses stay in uniform registers. All lanes of the warp.
+// The number of the warp, which the compiler now knows to be the same in all lanes: what hangs on it is no divergence,
+// and addresses stay in uniform registers. All lanes of the warp.
 DEVICE int uniform_warp_index() { return static_cast<int>(shuffle(static_cast<uint32_t>(warp_index()), 0)); }
 DEVICE uint32_t warp_ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 DEVICE int warp_minimum(int value) { return __reduce_min_sync(0xffffffffu, value); }

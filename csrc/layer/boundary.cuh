@@ -112,7 +112,7 @@ DEVICE void final_norm_row(const Params& p, int row) {
 
 // Runs `row_operation(row)` for the rows this CTA owns. Every row of the capacity arrives, so that the counter's growth
 // does not depend on the number of rows. A row operation waits for what it reads; CTAs without a row do not wait.
-// `place`: operations of different places are on different CTAs where there are enough, because the code of all together
+// `place`: operations of different places are on different CTAs where there are enough, because all their code together
 // is more than an SM's instruction cache holds. A row's stream stays with place 0.
 template <class RowOperation>
 DEVICE void for_owned_rows(const Params& p, protocol::Counter counter, int place, RowOperation row_operation) {
@@ -130,7 +130,7 @@ DEVICE_CALL void prefetch_vector(const void* vector, int bytes) {
     if (at < bytes) bulk_prefetch(static_cast<const char*>(vector) + at, bytes - at < PIECE ? bytes - at : PIECE);
 }
 
-// Those of the hand-offs behind the experts, whose weights would push them out of L2 again if they were asked for before.
+// Those of the hand-offs behind the experts. Asked for before, the experts' weights would push them out of L2 again.
 DEVICE void prefetch_late_vectors(const Params& p) {
     prefetch_vector(p.post_expert_norm, cfg::MOE_HIDDEN * 2);
     prefetch_vector(p.post_feedforward_norm, cfg::HIDDEN * 2);

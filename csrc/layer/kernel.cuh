@@ -138,7 +138,8 @@ DEVICE void layer_math(const Params& p) {
     mark(p, Point::COMBINED);
     run_product_to<PostProj>(p, ring, p.post_partial, Counter::POST_PROJ);
     mark(p, Point::POST_PROJ);
-    boundary::for_owned_rows(p, Counter::AFTER_EXPERTS, 0, [&](int row) { boundary::after_experts_row(p, epoch, row); });
+    boundary::for_owned_rows(p, Counter::AFTER_EXPERTS, 0,
+                             [&](int row) { boundary::after_experts_row(p, epoch, row); });
     mark(p, Point::AFTER_EXPERTS);
     if (p.has_next != 0) {
         run_product_to<QkvProj>(p, ring, p.qkv_partial, Counter::QKV_PROJ);

@@ -65,7 +65,8 @@ DEVICE_CALL Ring load_token_chunks(const Params& p, Ring ring, TaskList tasks, c
 #pragma unroll
                 for (int row = 0; row < cfg::ROW_CAP; ++row) {
                     if (row >= count) break;
-                    bulk_load(ring.tokens() + row_offset(row, bytes), source + row * stride, bytes, ring.full(), policy);
+                    bulk_load(ring.tokens() + row_offset(row, bytes), source + row * stride, bytes, ring.full(),
+                              policy);
                 }
             }
             ring.next();

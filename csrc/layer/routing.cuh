@@ -101,7 +101,8 @@ DEVICE void route_row(const Params& p, int row) {
         const int first = first_of_quad(quad);
         const float4 sum = sums[quad];
         global_store(reinterpret_cast<float4*>(p.router_logits + row * cfg::EXPERTS + first), sum);
-        const float logit[4] = {sum.x, sum.y, sum.z, sum.w}, shift[4] = {bias[quad].x, bias[quad].y, bias[quad].z, bias[quad].w};
+        const float4 b = bias[quad];
+        const float logit[4] = {sum.x, sum.y, sum.z, sum.w}, shift[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float score = output_gate::sigmoid(logit[i] * cfg::OUTPUT_MULTIPLIER);
