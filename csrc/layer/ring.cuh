@@ -29,10 +29,11 @@ struct Ring {
             parity ^= 1u;
         }
     }
+    // One register to keep until the next product: slot and parity are found again there.
     DEVICE void skip(int stages) {
-        slot += stages;
-        parity ^= static_cast<uint32_t>(slot / cfg::STAGES) & 1u;
-        slot %= cfg::STAGES;
+        const uint32_t position = forget(parity * cfg::STAGES + static_cast<uint32_t>(slot + stages));
+        slot = static_cast<int>(position % cfg::STAGES);
+        parity = position / cfg::STAGES & 1u;
     }
     DEVICE uint32_t weights() const { return cfg::RING_AT + slot * cfg::STAGE_BYTES; }
     DEVICE uint32_t tokens() const { return weights() + cfg::STAGE_WEIGHT_BYTES; }
