@@ -27,6 +27,9 @@ DEVICE T forget(T value) {
     return value;
 }
 
+// Accesses to memory stay on their side of this.
+DEVICE void keep_order() { asm volatile("" ::: "memory"); }
+
 // On Blackwell only, whose compiler needs more registers for the same kernels; Hopper's machine code stays as measured.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr bool BLACKWELL = true;
@@ -37,11 +40,6 @@ template <typename T>
 DEVICE T forget_on_blackwell(T value) {
     if constexpr (BLACKWELL) return forget(value);
     return value;
-}
-// Before a load under a condition: registers that only such loads write are kept from the kernel's beginning on.
-template <typename T>
-DEVICE void clear_on_blackwell(T& value) {
-    if constexpr (BLACKWELL) value = T{};
 }
 
 DEVICE int population_count(uint32_t bits) { return __popc(bits); }

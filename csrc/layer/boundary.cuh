@@ -45,6 +45,7 @@ DEVICE void after_attention_row(const Params& p, uint32_t epoch, int row) {
         ParkedRow::store(column, branch);
         squares += square_sum(unpack_bf16x4(branch));
     });
+    keep_order();                         // the branch's packets take the registers
     FloatColumns<cfg::HIDDEN> s(stream);  // asked for beside the sum
     const FloatColumns<cfg::HIDDEN> alpha(p.attention_alpha), beta(p.attention_beta);
     const float scale = reciprocal_root(row_sum(squares, 0) / cfg::HIDDEN + cfg::POST_EPS);
@@ -75,6 +76,7 @@ DEVICE void after_experts_row(const Params& p, uint32_t epoch, int row) {
         ParkedRow::store(column, z);
         squares += square_sum(unpack_bf16x4(z));
     });
+    keep_order();
     FloatColumns<cfg::HIDDEN> s(stream);  // asked for beside the sum
     const float scale = reciprocal_root(row_sum(squares, 0) / cfg::HIDDEN + cfg::POST_EPS);
     const FloatColumns<cfg::HIDDEN> alpha(p.feedforward_alpha), beta(p.feedforward_beta);

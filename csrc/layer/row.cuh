@@ -102,28 +102,39 @@ DEVICE float4 gated_residual(const float4& a, const float4& b, const float4& str
                   a.w * stream.w + b.w * branch.w};
 }
 
-// body(group, column, sum of the product's parts in worker order) for the column groups of this thread; all parts of
-// all groups are asked for before the first sum. partial: [blocks, PARTS, ROW_CAP, 64] f32.
+// body(group, column, sum of the product's parts in worker order) for the column groups of this thread; the parts of
+// some groups are asked for before the first of their sums, as many as leave other values their registers. partial:
+// [blocks, PARTS, ROW_CAP, 64] f32.
 template <class G, class Body>
 DEVICE void sum_row_parts(const float* partial, int row, Body body) {
     using Columns = RowColumns<G::N>;
-    float4 part[G::PARTS][Columns::GROUPS];
-    int parts[Columns::GROUPS];
-    for_columns<G::N>([&](int i, int column) {
-        const int block = column / BLOCK_ROWS;
-        parts[i] = Geometry<G>::parts(block);
-        const float* at = partial + ((block * G::PARTS) * cfg::ROW_CAP + row) * BLOCK_ROWS + column % BLOCK_ROWS;
+    constexpr int AT_ONCE = G::PARTS < 12 ? 12 / G::PARTS : 1;
 #pragma unroll
-        for (int k = 0; k < G::PARTS; ++k) {
-            if (k == 0 || k < parts[i]) part[k][i] = load_f32x4(at + k * cfg::ROW_CAP * BLOCK_ROWS);
-        }
-    });
-    for_columns<G::N>([&](int i, int column) {
-        float4 sum = part[0][i];
+    for (int start = 0; start < Columns::GROUPS; start += AT_ONCE) {
+        float4 part[G::PARTS][AT_ONCE];
+        int parts[AT_ONCE];
+        keep_order();
 #pragma unroll
-        for (int k = 1; k < G::PARTS; ++k) {
-            if (k < parts[i]) sum = plus(sum, part[k][i]);
+        for (int i = 0; i < AT_ONCE; ++i) {
+            if (start + i >= Columns::GROUPS || !Columns::valid(start + i)) continue;
+            const int column = Columns::column(start + i), block = column / BLOCK_ROWS;
+            parts[i] = Geometry<G>::parts(block);
+            const float* at = partial + ((block * G::PARTS) * cfg::ROW_CAP + row) * BLOCK_ROWS + column % BLOCK_ROWS;
+#pragma unroll
+            for (int k = 0; k < G::PARTS; ++k) {
+                part[k][i] = float4{};  // what only a condition writes is kept from the kernel's beginning on
+                if (k == 0 || k < parts[i]) part[k][i] = load_f32x4(at + k * cfg::ROW_CAP * BLOCK_ROWS);
+            }
         }
-        body(i, column, sum);
-    });
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            if (start + i >= Columns::GROUPS || !Columns::valid(start + i)) continue;
+            float4 sum = part[0][i];
+#pragma unroll
+            for (int k = 1; k < G::PARTS; ++k) {
+                if (k < parts[i]) sum = plus(sum, part[k][i]);
+            }
+            body(start + i, Columns::column(start + i), sum);
+        }
+    }
 }

@@ -84,7 +84,7 @@ DEVICE float4 sum_parts(const float* partial, int row, int column) {
         float4 more[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
-            clear_on_blackwell(more[i]);
+            more[i] = float4{};  // see sum_row_parts
             if (first + i < parts)
                 more[i] = global_load(reinterpret_cast<const float4*>(at + (first + i) * cfg::ROW_CAP * BLOCK_ROWS));
         }

@@ -11,6 +11,7 @@ from sgl_muse_mega.config import load_draft_config, load_target_config
 from sgl_muse_mega.megakernel.build import ARCHITECTURES, build
 from sgl_muse_mega.megakernel.compiled import Compiled
 from sgl_muse_mega.megakernel.inspection import code_faults, disassemble, resource_faults
+from sgl_muse_mega.megakernel.instance import Instance
 from sgl_muse_mega.megakernel.random_step import spark_config
 
 RANKS, HEADS, VOCAB = 4, 128, 202048
@@ -32,12 +33,23 @@ def rank_of_four(sms: int) -> dict[str, Compiled]:
     return found
 
 
+def other_ranks(sms: int) -> dict[str, Compiled]:
+    """The layer kernel at Muse Spark's sizes for one rank, two and eight: sums and packets take other registers."""
+    target = spark_config(7, nvfp4=True, heads=HEADS, vocab_size=VOCAB)
+    return {
+        f"{ranks} ranks {name}": instance
+        for ranks in (1, 2, 8)
+        for name, instance in instances(target, spark_draft(target), sms=sms, ranks=ranks, kv_dtypes=("fp8",)).items()
+        if isinstance(instance, Instance)
+    }
+
+
 INSTANCES = {
     f"{target} {size} {name}": (target, instance)
     for target in ARCHITECTURES
     for size, made in (("tiny", tiny_pair), ("full", rank_of_four))
     for name, instance in made(SMS[target]).items()
-}
+} | {f"sm_90a full {name}": ("sm_90a", instance) for name, instance in other_ranks(SMS["sm_90a"]).items()}
 
 
 @pytest.mark.parametrize("name", INSTANCES)

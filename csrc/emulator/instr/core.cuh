@@ -35,6 +35,7 @@ DEVICE int lane_index() { return emulator::current->index; }
 DEVICE int warp_index() { return emulator::current->thread / WARP; }
 DEVICE int cta_index() { return emulator::current->cta->index; }
 DEVICE int cta_count() { return emulator::current->cta->launch->ctas; }
+DEVICE void keep_order() {}
 template <typename T>
 DEVICE T forget(T value) {
     return value;
@@ -43,8 +44,6 @@ template <typename T>
 DEVICE T forget_on_blackwell(T value) {
     return value;
 }
-template <typename T>
-DEVICE void clear_on_blackwell(T&) {}
 DEVICE int population_count(uint32_t bits) { return std::popcount(bits); }
 DEVICE int lowest_bit(uint32_t bits) { return std::countr_zero(bits); }
 
