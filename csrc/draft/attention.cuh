@@ -299,7 +299,7 @@ DEVICE void merge(const Params& p, uint32_t epoch) {
         if (row < p.rows) {
             merge_unit(p, range, row, head);
         } else {
-            tokens::clear(p.attended, row, head * cfg::HEAD_DIM + 4 * lane_index());
+            tokens::clear(p.attended, row, head * cfg::HEAD_DIM + 4 * forget_on_blackwell(lane_index()));
         }
     }
     arrive_math(p, protocol::Counter::ATTENDED);

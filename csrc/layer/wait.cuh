@@ -47,20 +47,14 @@ DEVICE void spin_until(const Params& p, uint32_t site, uint32_t expected, Probe 
     mark(p, Point::GO, site);
 }
 
-// One copy of each kind of wait for all that wait so: code that is not fetched is time saved.
+// One copy for all that wait for counters: code that is not fetched is time saved. Waits for stages are no calls: where
+// memory is the limit, each stage is waited for.
 DEVICE_CALL void spin_on_counter(const Params& p, const uint32_t* address, uint32_t expected, uint32_t site) {
     spin_until(p, site, expected, [&](uint32_t& seen) {
         seen = load_acquire(address);
         return static_cast<int32_t>(seen - expected) >= 0;
     });
 }
-DEVICE_CALL void spin_on_mbarrier(const Params& p, uint32_t offset, uint32_t parity, uint32_t site) {
-    spin_until(p, site, parity, [&](uint32_t& seen) {
-        seen = parity ^ 1u;
-        return mbarrier_try_wait(offset, parity);
-    });
-}
-
 // Counters only grow, and wrap: "reached" is a signed distance. One 128-byte line each.
 DEVICE uint32_t* counter_address(const Params& p, protocol::Counter counter) {
     return p.counters + static_cast<int>(counter) * protocol::COUNTER_STRIDE;
@@ -96,5 +90,9 @@ DEVICE void arrive_math(const Params& p, protocol::Counter counter) {
 }
 
 DEVICE void wait_mbarrier(const Params& p, uint32_t offset, uint32_t parity, protocol::Site site) {
-    if (!mbarrier_try_wait(offset, parity)) spin_on_mbarrier(p, offset, parity, static_cast<uint32_t>(site));
+    if (mbarrier_try_wait(offset, parity)) return;
+    spin_until(p, static_cast<uint32_t>(site), parity, [&](uint32_t& seen) {
+        seen = parity ^ 1u;
+        return mbarrier_try_wait(offset, parity);
+    });
 }
