@@ -108,7 +108,7 @@ DEVICE float4 gated_residual(const float4& a, const float4& b, const float4& str
 template <class G, class Body>
 DEVICE void sum_row_parts(const float* partial, int row, Body body) {
     using Columns = RowColumns<G::N>;
-    constexpr int AT_ONCE = G::PARTS < 12 ? 12 / G::PARTS : 1;
+    constexpr int AT_ONCE = G::PARTS < 24 ? 24 / G::PARTS : 1;
 #pragma unroll
     for (int start = 0; start < Columns::GROUPS; start += AT_ONCE) {
         float4 part[G::PARTS][AT_ONCE];
