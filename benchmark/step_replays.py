@@ -68,7 +68,7 @@ def soak(pair: Pair, steps: int, width: int) -> dict[str, Any]:
             expected.append(found)
         return not found.same(expected[index])
 
-    while done < steps:
+    while done < steps or rounds < 3:
         for index, (ids, params) in enumerate(tasks):
             generation, _ = pair.run(ids, params, width, limit=SOAK_TOKENS, stop=False)
             changed += differs(index, ending(loop, generation.tokens))
