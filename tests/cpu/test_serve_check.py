@@ -62,6 +62,17 @@ def test_a_difference_must_be_a_near_tie(other: float, passed: bool) -> None:
     assert found.passed is passed
 
 
+@pytest.mark.parametrize(
+    ("stock_behind", "ours_behind", "passed"),
+    [(3.0, 0.0, True), (3.0, 0.2, True), (0.2, 0.0, False), (0.0, 3.0, False)],
+)
+def test_the_reference_may_say_that_stock_is_wrong(stock_behind: float, ours_behind: float, passed: bool) -> None:
+    found = compared(Stock({6: -0.1, 60: -5.0}), output(4, 5, 60))
+    assert not found.passed  # before it is asked
+    found.differing[0]["reference"] = {"first": "", "stock_behind": stock_behind, "ours_behind": ours_behind}
+    assert found.passed is passed
+
+
 def test_a_token_that_stock_would_never_choose() -> None:
     assert compared(Stock({6: -0.1}), output(4, 5, 60)).gaps == [serve_texts.NEVER]
 
