@@ -9,6 +9,7 @@ struct Packet {
     uint32_t low_tag, high_tag;      // of the halves
 
     DEVICE bool is(uint32_t tag) const { return low_tag == tag && high_tag == tag; }
+    DEVICE uint32_t differs_from(uint32_t tag) const { return (low_tag ^ tag) | (high_tag ^ tag); }  // 0: it is
 };
 
 constexpr int PACKET_BYTES = 16;

@@ -97,8 +97,7 @@ DEVICE void receive(const Params& p, uint32_t epoch, int row, int first, uint2 (
         for (int i = 0; i < N; ++i) {
             if (!name(i).wanted) continue;
             data[i] = uint2{packet[i].low, packet[i].high};
-            wrong |= packet[i].low_tag ^ expected;
-            wrong |= packet[i].high_tag ^ expected;
+            wrong |= packet[i].differs_from(expected);
         }
         if (wrong == 0u) return;
         spin_pause();

@@ -58,16 +58,16 @@ RANK_FAULTS = (
     RankFault("a CTA of another rank exits early", injection=Injection.EARLY_EXIT, address=1 << 32),
     RankFault(
         "a packet of any launch is taken",
-        Change(MAILBOX, "packet[i].is(expected)", "packet[i].low_tag != 0u"),
+        Change(MAILBOX, "packet[i].differs_from(expected)", "(packet[i].low_tag == 0u)"),
         before=after_another_step,
     ),
     RankFault(
         "a stale packet is as good as a new one",
-        Change(MAILBOX, "packet[i].is(expected)", "static_cast<int32_t>(expected - packet[i].low_tag) >= 0"),
+        Change(MAILBOX, "packet[i].differs_from(expected)", "(static_cast<int32_t>(expected - packet[i].low_tag) < 0)"),
     ),
     RankFault(
         "only the first half of a packet is looked at",
-        Change(MAILBOX, "packet[i].is(expected)", "packet[i].low_tag == expected"),
+        Change(MAILBOX, "packet[i].differs_from(expected)", "(packet[i].low_tag ^ expected)"),
     ),
     RankFault(
         "stale parity: the reader polls the other half",
@@ -110,8 +110,9 @@ RANK_FAULTS = (
         "mailbox read as ordinary memory",
         Change(
             MAILBOX,
-            "receive_packet(base + offset * PACKET_BYTES)",
-            "global_load(reinterpret_cast<const Packet*>(base + offset * PACKET_BYTES))",
+            "receive_packet(base + offset_of(name(i), first) * PACKET_BYTES)",
+            "global_load(reinterpret_cast<const Packet*>(base + offset_of(name(i), first) * PACKET_BYTES))",
+            after="DEVICE void receive(",
         ),
     ),
 )
