@@ -35,7 +35,7 @@ DEVICE void send(const Params& p, uint32_t epoch, int row, Part part) {
 template <class Point, class Body>
 DEVICE void sum(const Params& p, uint32_t epoch, int row, Body body) {
     constexpr int GROUPS = groups(Point::PACKETS);
-    constexpr int MOST = cfg::RANKS >= IN_FLIGHT ? 1 : cfg::RANKS < 4 ? IN_FLIGHT / 4 : IN_FLIGHT / cfg::RANKS;
+    constexpr int MOST = IN_FLIGHT / (cfg::RANKS < 4 ? 4 : cfg::RANKS);  // sums take registers, too
     constexpr int TURN = MOST < GROUPS ? MOST : GROUPS;
     constexpr bool FULL = Point::PACKETS % (TURN * cfg::MATH_THREADS) == 0;
     epoch = forget(epoch);
