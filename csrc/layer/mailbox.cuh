@@ -65,7 +65,7 @@ DEVICE int offset_of(const Name& name, int first) {
 template <class Point, int N, class Naming>
 DEVICE void give_up_on(const Params& p, const char* base, int first, uint32_t expected, Naming name) {
     uint32_t seen = expected;
-    int late = 0;
+    int late = -1;
 #pragma unroll 1
     for (int i = 0; i < N; ++i) {
         if (!name(i).wanted) continue;
@@ -74,6 +74,7 @@ DEVICE void give_up_on(const Params& p, const char* base, int first, uint32_t ex
         late = name(i).source;
         seen = packet.low_tag != expected ? packet.low_tag : packet.high_tag;
     }
+    if (late < 0) return;  // they have come meanwhile
     give_up(p, static_cast<uint32_t>(Point::SITE) + (static_cast<uint32_t>(late + 1) << 16), expected, seen);
 }
 
