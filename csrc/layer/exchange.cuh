@@ -103,8 +103,7 @@ struct ManyRanks {
 
     template <class Body>
     DEVICE static void attention_branch(const Params& p, uint32_t epoch, int row, Body body) {
-        row_mail::sum<mailbox::OProjSum>(
-            p, epoch, row, [&](int column, const float4& sum) { body(column, pack_bf16x4(sum)); });
+        row_mail::sum<mailbox::OProjSum>(p, epoch, row, body);
     }
     template <class Body>
     DEVICE static void expert_row(const Params& p, uint32_t epoch, int row, Body body) {
@@ -115,8 +114,7 @@ struct ManyRanks {
     template <class Local, class Body>
     DEVICE static void combined_experts(const Params& p, uint32_t epoch, int row, Local local, Body body) {
         row_mail::send<mailbox::ExpertSum>(p, epoch, row, local);
-        row_mail::sum<mailbox::ExpertSum>(
-            p, epoch, row, [&](int column, const float4& sum) { body(column, pack_bf16x4(sum)); });
+        row_mail::sum<mailbox::ExpertSum>(p, epoch, row, body);
     }
     template <class Body>
     DEVICE static void expert_branch(const Params& p, uint32_t epoch, int row, Body body) {

@@ -30,8 +30,8 @@ DEVICE void send(const Params& p, uint32_t epoch, int row, Part part) {
     }
 }
 
-// body(column, sum of the ranks' four columns). One copy of the code for all turns, so the body's group is no constant:
-// what it keeps, it keeps in memory.
+// body(column, sum of the ranks' four columns, bf16). One copy of the code for all turns, so the body's group is no
+// constant: what it keeps, it keeps in memory.
 template <class Point, class Body>
 DEVICE void sum(const Params& p, uint32_t epoch, int row, Body body) {
     constexpr int GROUPS = groups(Point::PACKETS);
@@ -56,7 +56,7 @@ DEVICE void sum(const Params& p, uint32_t epoch, int row, Body body) {
             for (int rank = 1; rank < cfg::RANKS; ++rank) {
                 total = plus(total, unpack_bf16x4(data[turn * cfg::RANKS + rank]));
             }
-            body(packet * 4, total);
+            body(packet * 4, pack_bf16x4(total));
         }
     }
 }

@@ -55,6 +55,7 @@ DEVICE_CALL void spin_on_counter(const Params& p, const uint32_t* address, uint3
         return static_cast<int32_t>(seen - expected) >= 0;
     });
 }
+
 // Counters only grow, and wrap: "reached" is a signed distance. One 128-byte line each.
 DEVICE uint32_t* counter_address(const Params& p, protocol::Counter counter) {
     return p.counters + static_cast<int>(counter) * protocol::COUNTER_STRIDE;
