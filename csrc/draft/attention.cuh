@@ -78,7 +78,7 @@ struct ContextKeys {
     }
     DEVICE uint4 slice(uint32_t half_at, int key, int slice) const {
         if (!range.holds(first + key)) return uint4{0u, 0u, 0u, 0u};
-        return shared_load<uint4>(stage + half_at + row_offset<LINE_BYTES>(key) + slice * 64 + lane_index() % 4 * 16);
+        return shared_load<uint4>(stage + half_at + row_offset<LINE_BYTES>(key) + slice * 64 + lane_anew() % 4 * 16);
     }
     DEVICE uint4 key_slice(int key, int index) const { return slice(0, key, index); }
     DEVICE uint4 value_slice(int key, int index) const { return slice(VALUES_AT, key, index); }
@@ -94,7 +94,7 @@ struct BlockKeys {
     DEVICE uint4 slice(const uint16_t* rows, int key, int slice) const {
         if (key >= p.rows) return uint4{0u, 0u, 0u, 0u};
         const int line = key * cfg::KV_HEADS + kv_head;
-        return global_load(reinterpret_cast<const uint4*>(rows + line * cfg::HEAD_DIM) + 4 * slice + lane_index() % 4);
+        return global_load(reinterpret_cast<const uint4*>(rows + line * cfg::HEAD_DIM) + 4 * slice + lane_anew() % 4);
     }
     DEVICE uint4 key_slice(int key, int index) const { return slice(p.block_keys, key, index); }
     DEVICE uint4 value_slice(int key, int index) const { return slice(p.block_values, key, index); }
@@ -103,7 +103,7 @@ struct BlockKeys {
 // One warp: queries of tile `tile` against one split of one KV head; half `side` of the values' dimensions.
 template <class Keys>
 DEVICE void run_unit(const Params& p, const Keys& keys, int split, int kv_head, int tile, int side) {
-    const int g = lane_index() / 4, t = lane_index() % 4;
+    const int g = lane_anew() / 4, t = lane_anew() % 4;
     int row[2], head[2];
     uint4 query[2][SLICES] = {};
 #pragma unroll

@@ -38,8 +38,8 @@ template <class G, int NT>
 DEVICE void accumulate_fragments(float (&acc)[NT][4], uint32_t weights, uint32_t rows) {
     constexpr int ALL_STEPS = G::CHUNK / 32, STEPS = ALL_STEPS / K_PARTS;
     constexpr uint32_t HALF_BYTES = WARP * 16;
-    const int tile = warp_index() % BLOCK_TILES, k_part = warp_index() / BLOCK_TILES;
-    const uint32_t mine = weights + (tile * ALL_STEPS + k_part * STEPS) * 2 * HALF_BYTES + lane_index() * 16;
+    const int tile = warp_anew() % BLOCK_TILES, k_part = warp_anew() / BLOCK_TILES;
+    const uint32_t mine = weights + (tile * ALL_STEPS + k_part * STEPS) * 2 * HALF_BYTES + lane_anew() * 16;
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         uint4 x[NT];
@@ -58,7 +58,7 @@ DEVICE void accumulate_fragments(float (&acc)[NT][4], uint32_t weights, uint32_t
 // of 32.
 template <class G, class Finish>
 DEVICE void run_product(const Params& p, Ring& ring, Finish finish) {
-    const int warp = forget_on_blackwell(warp_index()), tile = warp % BLOCK_TILES, k_part = warp / BLOCK_TILES;
+    const int warp = warp_anew(), tile = warp % BLOCK_TILES, k_part = warp / BLOCK_TILES;
     DenseTasks<G> tasks;
     for (DenseTask task; tasks.next(task);) {
         float acc[COLUMN_TILES][4];

@@ -1,5 +1,5 @@
-// Loader side of the dense products: weight chunks and token-row chunks into the ring. Products come as values, so that
-// there is one piece of code for all of them: what is fetched for the first is there for the next.
+// Loader side of the dense products: weight chunks and token-row chunks into the ring. Inline for each product: called
+// functions, one copy of the code for all, cost more in jumps than the copies do in the instruction cache.
 #pragma once
 #include "ring.cuh"
 #include "schedule.cuh"
@@ -23,7 +23,7 @@ DEVICE void load_rows(const Ring& ring, int rows, const char* source, int64_t st
 
 // weights: [n, stride bytes].
 template <int ROW_BYTES, int AT_ONCE, class Stages>
-DEVICE_CALL Stages load_weight_chunks(const Params& p, Stages ring, TaskList tasks, const char* weights, int64_t stride,
+DEVICE Stages load_weight_chunks(const Params& p, Stages ring, TaskList tasks, const char* weights, int64_t stride,
                                       int n, uint64_t policy) {
     for (DenseTask task; tasks.next(task);) {
         const int left = n - task.block * BLOCK_ROWS, rows = left < BLOCK_ROWS ? left : BLOCK_ROWS;
@@ -52,7 +52,7 @@ DEVICE void load_weights(const Params& p, Stages& ring, const void* weights, uin
 }
 
 // rows: [count, stride bytes].
-DEVICE_CALL Ring load_token_chunks(const Params& p, Ring ring, TaskList tasks, const char* rows, int count,
+DEVICE Ring load_token_chunks(const Params& p, Ring ring, TaskList tasks, const char* rows, int count,
                                    int64_t stride, int bytes, uint64_t policy) {
     for (DenseTask task; tasks.next(task);) {
 #pragma unroll 1
