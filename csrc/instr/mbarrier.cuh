@@ -23,3 +23,12 @@ DEVICE bool mbarrier_try_wait(uint32_t offset, uint32_t parity) {
                  : "memory");
     return done != 0;
 }
+// The same without suspending.
+DEVICE bool mbarrier_test_wait(uint32_t offset, uint32_t parity) {
+    uint32_t done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(shared_address(offset)), "r"(parity)
+                 : "memory");
+    return done != 0;
+}

@@ -87,7 +87,8 @@ DEVICE void arrive_math(const Params& p, protocol::Counter counter) {
 }
 
 DEVICE void wait_mbarrier(const Params& p, uint32_t offset, uint32_t parity, protocol::Site site) {
-    if (mbarrier_try_wait(offset, parity)) return;
+    // A trace must see the wait, and the suspending form sleeps through most of them.
+    if (cfg::TRACE ? mbarrier_test_wait(offset, parity) : mbarrier_try_wait(offset, parity)) return;
     spin_until(p, static_cast<uint32_t>(site), parity, [&](uint32_t& seen) {
         seen = parity ^ 1u;
         return mbarrier_try_wait(offset, parity);

@@ -12,6 +12,9 @@ DEVICE void mbarrier_arrive(uint32_t offset, emulator::Site site = emulator::Sit
 DEVICE void mbarrier_arrive_expect(uint32_t offset, uint32_t bytes, emulator::Site site = emulator::Site::current()) {
     emulator::arrive_mbarrier(offset, bytes, site);
 }
+DEVICE bool mbarrier_test_wait(uint32_t offset, uint32_t parity, emulator::Site site = emulator::Site::current()) {
+    return emulator::test_mbarrier(offset, parity, site);
+}
 DEVICE bool mbarrier_try_wait(uint32_t offset, uint32_t parity, emulator::Site site = emulator::Site::current()) {
     return emulator::test_mbarrier(offset, parity, site);
 }
