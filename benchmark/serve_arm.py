@@ -69,7 +69,8 @@ class Arm:
         return {"ms": (long[0] - short[0]) / steps * 1e3, "steps": steps, "tokens": new}
 
     def profile(self, prompt: list[int], new: int, folder: str) -> dict[str, float]:
-        """us per GPU kernel over one text of `new` tokens, and its steps, the prompt's own forward included."""
+        """us per GPU kernel over one text of `new` tokens, and its steps, the prompt's own forward included; `idle`: share
+        of the second half in which the GPU did nothing."""
         import collections
         import gzip
 
@@ -87,7 +88,22 @@ class Arm:
         for event in trace["traceEvents"]:
             if event.get("cat") == "kernel":
                 times[event["name"][:90]] += event["dur"]
-        return {"steps": int(output["meta_info"].get("spec_verify_ct") or new), **times}
+        work = [e for e in trace["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+        steps = int(output["meta_info"].get("spec_verify_ct") or new)
+        return {"steps": steps, "idle": idle_share([(e["ts"], e["ts"] + e["dur"]) for e in work]), **times}
+
+
+def idle_share(busy: list[tuple[float, float]]) -> float:
+    """Of the second half of the time from the first beginning to the last end, what lies in none of the stretches."""
+    if not busy:
+        return 0.0
+    first, last = min(start for start, _ in busy), max(end for _, end in busy)
+    reached = middle = (first + last) / 2
+    idle = 0.0
+    for start, end in sorted(busy):
+        idle += max(0.0, start - reached)
+        reached = max(reached, end)
+    return idle / (last - middle) if last > middle else 0.0
 
 
 def _output(raw: dict[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def check(
     )  # fmt: skip
     dflash = plain | speculative(str(models / "draft"))
     prompt = [(i * 7919) % 200000 for i in range(PROMPT)]
-    record |= {"ms": {}, "steps": {}, "ratio": {}}
+    record |= {"ms": {}, "steps": {}, "ratio": {}, "plugin_profiles": {}}
     rivals: dict[bool, Arm] = {}
     pairs = options.pairs.split(",")
     for pair in pairs:
@@ -55,12 +55,15 @@ def check(
             for arm in (*started, ours):
                 say(f"{arm.name} is up, its engine took {arm.ready(options.timeout):.0f} s")
             say(turns(pair, rivals[single], ours, prompt, options.rounds, record))
+            found = ours.ask("profile", prompt=prompt, new=48, folder=str(work / ours.name))
+            record["plugin_profiles"][pair] = found
+            say(f"{ours.name}: the GPU does nothing in {found['idle']:.1%} of its steps")
             ours.stop()
             if not single and "attention_ms" not in record:
                 record |= attention(rivals[single], prompt, work)
         except ArmError as error:  # the other pairs have servers of their own
             say(f"FAIL {error}")
-            record["failed"].append(pair if pair not in record["ms"] else "attention")
+            record["failed"].append(pair if pair not in record["ms"] else "profile")
         ours.stop()
     if "attention_ms" in record:
         for pair in (name for name in record["ms"] if name != "t1"):
@@ -94,6 +97,6 @@ def turns(pair: str, theirs: Arm, ours: Arm, prompt: list[int], rounds: int, rec
 def attention(stock: Arm, prompt: list[int], work: Path) -> dict[str, Any]:
     """ms per step of stock's attention kernels; that profile also holds one prefill's, which errs on stock's side."""
     kernels = stock.ask("profile", prompt=prompt, new=48, folder=str(work / "trace"))
-    steps = kernels.pop("steps")
+    steps, idle = kernels.pop("steps"), kernels.pop("idle")
     spent = sum(us for name, us in kernels.items() if name.strip() in ATTENTION) / steps / 1e3
-    return {"kernels": kernels, "profiled_steps": steps, "attention_ms": spent}
+    return {"kernels": kernels, "profiled_steps": steps, "stock_idle": idle, "attention_ms": spent}

@@ -258,7 +258,7 @@ def test_servers_of_the_parts(
             pass
 
         def profile(self, **_: Any) -> dict[str, float]:
-            return {"steps": 4, "_fwd_kernel ": 4000.0}
+            return {"steps": 4, "idle": 0.25, "_fwd_kernel ": 4000.0}
 
         def step_time(self, prompt: list[int], new: int) -> dict[str, float]:
             return {"ms": 2.0 if "plugin" in self.name else 4.0, "steps": new, "tokens": new}
@@ -289,6 +289,7 @@ def test_servers_of_the_parts(
     assert timed["failed"] == []
     assert set(timed["ms"]) == set(pairs.split(","))
     assert timed["ratio"]["t1"] == [2.0, 2.0]
+    assert {found["idle"] for found in timed["plugin_profiles"].values()} == {0.25}
     if ranks == 1:
         assert timed["ratio"]["w8.full.without_attention"] == [1.5, 1.5]
 
@@ -308,6 +309,22 @@ def test_servers_of_the_parts(
     assert timed["failed"] == (["w8.full"] if "w8.full" in pairs else [])
     assert list(timed["ratio"]) == ["t1"]  # the others go on
     assert any("w8.full-plugin ended" in line for line in said) is ("w8.full" in pairs)
+
+
+@pytest.mark.parametrize(
+    ("busy", "idle"),
+    [
+        ([], 0.0),
+        ([(0.0, 10.0)], 0.0),
+        ([(0.0, 1.0), (9.0, 10.0)], 0.8),  # 5 to 9 of 5 to 10
+        ([(0.0, 6.0), (2.0, 3.0), (7.0, 9.0), (8.0, 8.5), (9.5, 10.0)], 0.3),
+        ([(8.0, 10.0), (0.0, 8.0)], 0.0),
+    ],
+)
+def test_idle_share(busy: list[tuple[float, float]], idle: float) -> None:
+    import serve_arm
+
+    assert serve_arm.idle_share(busy) == pytest.approx(idle)
 
 
 def test_models_of_both_servers(tmp_path: Path) -> None:
