@@ -69,8 +69,8 @@ class Arm:
         return {"ms": (long[0] - short[0]) / steps * 1e3, "steps": steps, "tokens": new}
 
     def profile(self, prompt: list[int], new: int, folder: str) -> dict[str, float]:
-        """us per GPU kernel over one text of `new` tokens, and its steps, the prompt's own forward included; `idle`: share
-        of the second half in which the GPU did nothing."""
+        """us per GPU kernel over one text of `new` tokens, and its steps, the prompt's own forward included; `idle`: of
+        the second half, the share in which the GPU did nothing."""
         import collections
         import gzip
 
