@@ -4,6 +4,7 @@ import hashlib
 import os
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from sgl_muse_mega.errors import UserError
@@ -23,9 +24,13 @@ def compile_machine() -> Path:
 
 
 def compile_kernels(
-    header: str, sources: Path | None = None, main: str = "step.cu", progress: Progress = quiet
+    header: str,
+    sources: Path | None = None,
+    main: str = "step.cu",
+    progress: Progress = quiet,
+    defines: Sequence[str] = (),
 ) -> Path:
-    """The kernels of `main` with `header` as instance.h.
+    """The kernels of `main` with `header` as instance.h and the macros `defines`, as those of `megakernel.build`.
 
     sources: the folder that stands for csrc (a test's own kernels, or a changed copy). A file of csrc/emulator that has
     the same path there, such as instr/mma.cuh, takes its place. Raises UserError without a working compiler or when the
@@ -34,7 +39,8 @@ def compile_kernels(
     csrc = source_directory()
     folder, emulator = sources or csrc, csrc / "emulator"
     files = _texts(folder, skip=folder / "emulator") | _texts(emulator) | {"instance.h": header}
-    return _compiled((*_FLAGS, *_KERNEL_FLAGS), files, [main], progress)
+    flags = (*_FLAGS, *_KERNEL_FLAGS, *(f"-D{define}" for define in defines))
+    return _compiled(flags, files, [main], progress)
 
 
 def _texts(folder: Path, skip: Path | None = None) -> dict[str, str]:

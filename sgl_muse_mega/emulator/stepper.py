@@ -50,20 +50,27 @@ class Emulator:
     device = torch.device("cpu")
     deadline_ns = 10**12  # passes when nothing else can happen
 
-    def __init__(self, sms: int = 4, schedule: Schedule = PLAIN, sources: Path | None = None, rank: int = 0) -> None:
+    def __init__(
+        self,
+        sms: int = 4,
+        schedule: Schedule = PLAIN,
+        sources: Path | None = None,
+        rank: int = 0,
+        defines: Sequence[str] = (),
+    ) -> None:
         """sources: another folder than the package's csrc to take step.cu and the phases from; rank: of an
-        `EmulatedRanks`."""
+        `EmulatedRanks`; defines: macros for every kernel."""
         self.sms = sms
         self.rank = rank
         self.schedule = schedule
-        self._sources = sources
+        self._sources, self._defines = sources, defines
         self.statistics: Statistics | None = None  # of the last run
         self.fault_record = torch.zeros(RECORD_WORDS, dtype=torch.int64)
         self._stream: list[Launch] = []
         self.lent: dict[str, Region] = {}
 
     def load(self, instance: Compiled, progress: Progress = quiet) -> EmulatedModule:
-        path = compile_kernels(instance.header(), self._sources, instance.source, progress)
+        path = compile_kernels(instance.header(), self._sources, instance.source, progress, self._defines)
         return EmulatedModule(self, instance, KernelLibrary(path))
 
     def declare(
@@ -113,8 +120,9 @@ class EmulatedRanks:
         sources: Path | None = None,
         session: int = 1,
         arena_bytes: int = 1 << 22,
+        defines: Sequence[str] = (),
     ) -> None:
-        self.machines = [Emulator(sms, schedule, sources, rank) for rank in range(ranks)]
+        self.machines = [Emulator(sms, schedule, sources, rank, defines) for rank in range(ranks)]
         self.schedule = schedule
         self.arenas = [torch.zeros(arena_bytes, dtype=torch.uint8) for _ in range(ranks)]
         self.session = session

@@ -68,7 +68,7 @@ def build(
 ) -> Artifact:
     """Returns the compiled instance from the cache, compiling it when it is not there.
 
-    target: an architecture for nvcc ("sm_90a", "sm_103a"). defines: macros, for kernels under a tool.
+    target: an architecture for nvcc ("sm_90a", "sm_103a"). defines: macros, "NAME" or "NAME=VALUE".
     Of several processes that ask at the same time one compiles and the others wait. A file that was damaged is
     compiled again.
     Raises UserError without a compiler, when compilation fails, or when the cache folder cannot be written.

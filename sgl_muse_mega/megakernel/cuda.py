@@ -92,7 +92,7 @@ class CudaMachine:
         defines: Sequence[str] = (),
         targets: Mapping[tuple[int, int], str] = TARGETS,
     ) -> None:
-        """defines: macros for every kernel, for those that run under a tool.
+        """defines: macros for every kernel, "NAME" or "NAME=VALUE", for those under a tool or in the making.
 
         Raises UserError on a GPU that is not among `targets`.
         """

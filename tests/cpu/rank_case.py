@@ -34,7 +34,7 @@ class RankCase:
             sliding_window=32,
         )  # fmt: skip
         self.config = config
-        self.ranks = EmulatedRanks(ranks, sms, sources=sources, session=session)
+        self.ranks = EmulatedRanks(ranks, sms, sources=sources, session=session, defines=defines)
         self.cases = [
             RandomStep.create(
                 config,
@@ -44,7 +44,6 @@ class RankCase:
                 max_context=160,
                 kv_dtype="bf16",
                 mail=self.ranks.mail(rank) if ranks > 1 else None,
-                tuning={"defines": defines},
             )
             for rank, machine in enumerate(self.ranks.machines)
         ]

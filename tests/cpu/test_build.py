@@ -98,11 +98,12 @@ def test_second_build_comes_from_the_cache(compiler: Path) -> None:
     assert second.seconds == 0
 
 
-def test_sizes_architecture_and_compiler_make_different_entries(compiler: Path) -> None:
+def test_sizes_architecture_macros_and_compiler_make_different_entries(compiler: Path) -> None:
     paths = {build(instance(8)).path, build(instance(16)).path, build(instance(8), "sm_103a").path}
+    paths |= {build(instance(8), defines=(define,)).path for define in ("DEPTH=3", "DEPTH=4", "DEPTH")}
     Path(f"{compiler}.version").write_text("Cuda compilation tools, release 13.1\n")
     paths.add(build(instance(8)).path)
-    assert len(paths) == 4
+    assert len(paths) == 7
 
 
 def test_a_truncated_file_is_compiled_again(compiler: Path) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import IO, Any, cast
 
 import numpy as np
@@ -36,7 +37,8 @@ DEADLINE_SECONDS = 2.0
 class Workload:
     """What an arm runs. `ranks`: 1 has the heads and experts of one rank of four and exchanges nothing; otherwise one
     rank of so many, with split projections, which exchanges with itself. `tuning`: fields of the kernels' `Instance`
-    that differ from the default. `emulated`: a small model on the CPU instead, to try the command out."""
+    that differ from the default, and macros as "defines". `emulated`: a small model on the CPU instead, to try the
+    command out."""
 
     rows: list[int]
     layers: int
@@ -52,8 +54,6 @@ class Workload:
     @classmethod
     def read(cls, text: str) -> "Workload":
         values = json.loads(text)
-        if "defines" in values["tuning"]:
-            values["tuning"]["defines"] = tuple(values["tuning"]["defines"])
         return cls(**{f.name: values[f.name] for f in fields(cls)})
 
 
@@ -110,9 +110,10 @@ class Planner:
     def load(self, instance: Compiled, progress: Progress = quiet) -> None:
         self._instances[instance.source, instance.header()] = instance
 
-    def build(self) -> None:
+    def build(self, **options: Any) -> None:
+        """options: of `build`."""
         with ThreadPoolExecutor() as pool:
-            list(pool.map(build, self._instances.values()))
+            list(pool.map(partial(build, **options), self._instances.values()))
 
 
 class Arm:
@@ -122,8 +123,12 @@ class Arm:
         """Raises UserError when the kernels cannot be built or do not fit."""
         self.work = work
         torch.backends.cuda.matmul.allow_tf32 = False
-        self.machine: Machine = Emulator() if work.emulated else CudaMachine(deadline_seconds=DEADLINE_SECONDS)
         tuning = dict(work.tuning)
+        macros: dict[str, Any] = {"defines": tuning.pop("defines")} if "defines" in tuning else {}
+        if work.emulated:
+            self.machine: Machine = Emulator(**macros)
+        else:
+            self.machine = CudaMachine(deadline_seconds=DEADLINE_SECONDS, **macros)
         # The order of the words is the weights' affair; Step tells the instance. Old checkouts do not know it.
         share: dict[str, Any] = {"field_order": True} if tuning.pop("field_order", False) else {}
         extra: dict[str, Any] = {"tuning": tuning} if tuning else {}
@@ -156,7 +161,7 @@ class Arm:
             planner = Planner(self.machine)
             for cap in caps:
                 create(cast(Machine, planner), cap)
-            planner.build()
+            planner.build(**macros)
         for cap in caps:
             case = create(self.machine, cap)
             case.fill(work.context, work.seed)
