@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step_pair import build_all
 
 from sgl_muse_mega import results
 from sgl_muse_mega.checkpoint.random_weights import random_draft
 from sgl_muse_mega.commands.bench_step import ROOF_GB_S, spark_draft
 from sgl_muse_mega.config import DraftConfig
+from sgl_muse_mega.megakernel.build import build_all
 from sgl_muse_mega.megakernel.cuda import CudaMachine
 from sgl_muse_mega.megakernel.decode_request import request_words
 from sgl_muse_mega.megakernel.draft_instance import DraftInstance, TargetEnds

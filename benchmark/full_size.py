@@ -22,7 +22,6 @@ import json
 import statistics
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from rank_workers import Tell, run_on_emulator, run_on_gpus
 
 from sgl_muse_mega import results
 from sgl_muse_mega.commands.build import HOPPER_SMS, instances
-from sgl_muse_mega.megakernel.build import build
+from sgl_muse_mega.megakernel.build import build_all
 from sgl_muse_mega.megakernel.decode_loop import DecodeLoop
 from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.place import Place
@@ -94,8 +93,7 @@ def compile_all(options: Options, ranks: int) -> None:
     """Compiles what the ranks will load, side by side, before they start."""
     target = options.sizes.target()
     wanted = instances(target, options.sizes.draft(target), sms=HOPPER_SMS, ranks=ranks, kv_dtypes=("fp8",))
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(build, wanted.values()))
+    build_all(wanted.values())
 
 
 def stock_arm(given: argparse.Namespace, sizes: Sizes, case: dict[str, Any] | None, left: float) -> dict[str, Any]:

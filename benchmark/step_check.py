@@ -20,9 +20,11 @@ import step_replays
 import step_sampling
 import torch
 from step_blocks import RATIO_BOUND, SLOT_BOUND, Blocks, Shadow, compare_text
-from step_pair import CONTEXT, Pair, Planner, Prompt, build_all, shape
+from step_pair import CONTEXT, Pair, Prompt, shape
 
 from sgl_muse_mega import results
+from sgl_muse_mega.commands.layer.arm import Planner
+from sgl_muse_mega.emulator.stepper import Emulator
 from sgl_muse_mega.megakernel.cuda import CudaMachine
 from sgl_muse_mega.megakernel.decode_loop import AHEAD
 from sgl_muse_mega.speculative.sampling import SamplingParams
@@ -203,11 +205,11 @@ def main() -> int:
     arguments = parser.parse_args()
     start = time.monotonic()
     machine = CudaMachine()
-    planner = Planner(machine.sms)
+    planner = Planner(Emulator(machine.sms))
     Pair(planner, 1)
     for vocab, group in step_sampling.cases(arguments.seed).items():
         step_sampling.Trials(planner, vocab, group[0].candidates.shape[1], 1)
-    build_all(planner.instances)
+    planner.build()
     pair = Pair(machine, arguments.problems)
     record: dict[str, Any] = {"arguments": {k: str(v) for k, v in vars(arguments).items()}}
     parts = {

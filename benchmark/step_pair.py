@@ -1,12 +1,6 @@
 """The bundled pair as whole decode steps, and through the host's step loop, for `step_check.py`."""
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from sgl_muse_mega.checkpoint import tiny
 from sgl_muse_mega.checkpoint.draft import load_draft
@@ -15,64 +9,15 @@ from sgl_muse_mega.commands.problems import read_problems
 from sgl_muse_mega.commands.text import Text
 from sgl_muse_mega.config import load_draft_config, load_target_config
 from sgl_muse_mega.megakernel.backend import KernelBackend
-from sgl_muse_mega.megakernel.boxes import DESCRIPTION_BYTES
-from sgl_muse_mega.megakernel.build import HOPPER, Progress, build, quiet
-from sgl_muse_mega.megakernel.compiled import Compiled
 from sgl_muse_mega.megakernel.decode_backend import decode_backend
 from sgl_muse_mega.megakernel.decode_loop import DecodeLoop
-from sgl_muse_mega.megakernel.machine import Boxes, Machine
-from sgl_muse_mega.megakernel.protocol import RECORD_WORDS
-from sgl_muse_mega.megakernel.step import Step
+from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.speculative.backend import Backend, StepBackend
 from sgl_muse_mega.speculative.generate import Generation, StepEvent, generate
 from sgl_muse_mega.speculative.sampling import SamplingParams
 
 CONTEXT = 1024
 NEW_TOKENS = 512  # what `sgl-muse-mega eval` allows a problem
-
-
-class Planner:
-    """A machine that only writes down which kernels it was asked for, so that they can be compiled side by side."""
-
-    device = torch.device("cpu")
-    deadline_ns = 0
-
-    def __init__(self, sms: int) -> None:
-        self.sms = sms
-        self.instances: list[Compiled] = []
-        self.fault_record = torch.zeros(RECORD_WORDS, dtype=torch.int64)
-
-    def load(self, instance: Compiled, progress: Progress = quiet) -> Any:
-        self.instances.append(instance)
-        return None
-
-    def describe_boxes(self, boxes: Boxes) -> bytes:
-        """Nobody copies by it."""
-        del boxes
-        return bytes(DESCRIPTION_BYTES)
-
-    def attach(self, step: Step, caches: list[tuple[Tensor, Tensor]]) -> None:
-        """Nothing runs."""
-
-    def declare(
-        self,
-        memory: Sequence[tuple[str, Tensor, bool, bool]],
-        step: Step | None = None,
-        caches: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> None:
-        """Nothing runs."""
-
-    def lend(self, memory: Sequence[tuple[str, Tensor, bool]]) -> None:
-        """Nothing runs."""
-
-    def synchronize(self) -> None:
-        """Nothing runs."""
-
-
-def build_all(instances: list[Compiled]) -> None:
-    """Compiles what is not in the cache yet, all at once."""
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda instance: build(instance, HOPPER), {i.header(): i for i in instances}.values()))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import json
 import statistics
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from sgl_muse_mega.commands.problems import read_problems
 from sgl_muse_mega.commands.step_times import WARM_UP, timed_steps
 from sgl_muse_mega.commands.text import Text
 from sgl_muse_mega.config import load_draft_config, load_target_config
-from sgl_muse_mega.megakernel.build import build
+from sgl_muse_mega.megakernel.build import build_all
 from sgl_muse_mega.megakernel.decode_backend import decode_backend
 from sgl_muse_mega.megakernel.decode_loop import DecodeLoop
 from sgl_muse_mega.megakernel.machine import Machine
@@ -184,8 +183,7 @@ def compile_all(options: Options, ranks: int) -> None:
         target = large.target()
         found = instances(target, large.draft(target), sms=HOPPER_SMS, ranks=ranks, kv_dtypes=("fp8",))
         wanted |= {f"large {name}": i for name, i in found.items() if name.endswith(" 8")}
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(build, wanted.values()))
+    build_all(wanted.values())
 
 
 def main(given: list[str] | None = None) -> int:

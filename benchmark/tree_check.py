@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from step_pair import CONTEXT, Pair, Planner, Prompt, build_all
+from step_pair import CONTEXT, Pair, Prompt
 
 from sgl_muse_mega import results
+from sgl_muse_mega.commands.layer.arm import Planner
 from sgl_muse_mega.emulator.stepper import Emulator
 from sgl_muse_mega.megakernel.cuda import CudaMachine
 from sgl_muse_mega.megakernel.decode_loop import DecodeLoop
@@ -175,9 +176,9 @@ def main() -> int:
     arguments = parser.parse_args()
     machine: Machine = Emulator(sms=3) if arguments.machine == "emulator" else CudaMachine()
     if arguments.machine == "cuda":
-        planner = Planner(machine.sms)
+        planner = Planner(Emulator(machine.sms))
         Pair(planner, 1)
-        build_all(planner.instances)
+        planner.build()
     pair = Pair(machine, arguments.problems)
     lines: list[tuple[str, str, bool]] = []
     record: dict[str, Any] = {"rules": [], "texts": []}

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from layer_check import model
 
 from sgl_muse_mega import results
 from sgl_muse_mega.megakernel.accept_instance import AcceptInstance
-from sgl_muse_mega.megakernel.build import build
+from sgl_muse_mega.megakernel.build import build_all
 from sgl_muse_mega.megakernel.draft_instance import DraftInstance
 from sgl_muse_mega.megakernel.instance import Instance
 from sgl_muse_mega.megakernel.server_instance import ServerInstance
@@ -73,8 +72,7 @@ def compile_all() -> None:
                 local_experts=local_experts or config.num_local_experts,
             )
         )  # fmt: skip
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(build, instances))
+    build_all(instances)
 
 
 def run(command: str, seconds: int, scratch: str) -> dict[str, object]:

@@ -9,7 +9,8 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,6 +100,12 @@ def build(
             f"The kernel cache {folder} cannot be written ({error.strerror}); set SGL_MUSE_MEGA_CACHE to a folder "
             "of yours, or build on a machine that can write it."
         ) from error
+
+
+def build_all(instances: Iterable[Compiled]) -> None:
+    """Compiles those that are not in the cache for the GPUs that the kernels run on, side by side."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(build, instances))
 
 
 def _compile(compiler: Path, flags: list[str], target: str, instance: Compiled, folder: Path, key: str) -> Artifact:

@@ -16,7 +16,7 @@ from sgl_muse_mega import toolchain
 from sgl_muse_mega.commands import build as command
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel import build as build_module
-from sgl_muse_mega.megakernel.build import Artifact, build
+from sgl_muse_mega.megakernel.build import Artifact, build, build_all
 from sgl_muse_mega.megakernel.inspection import EXPECTED
 from sgl_muse_mega.megakernel.instance import Instance
 from sgl_muse_mega.megakernel.random_step import tiny_config
@@ -104,6 +104,12 @@ def test_sizes_architecture_macros_and_compiler_make_different_entries(compiler:
     Path(f"{compiler}.version").write_text("Cuda compilation tools, release 13.1\n")
     paths.add(build(instance(8)).path)
     assert len(paths) == 7
+
+
+def test_several_are_built_together(compiler: Path) -> None:
+    build_all([instance(8), instance(16), instance(8)])
+    assert runs(compiler) == 2
+    assert build(instance(16)).seconds == 0
 
 
 def test_a_truncated_file_is_compiled_again(compiler: Path) -> None:

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from sgl_muse_mega.commands.build import HOPPER_SMS, instances
+from sgl_muse_mega.commands.layer import arm
 from sgl_muse_mega.emulator.stepper import Emulator
+from sgl_muse_mega.megakernel.compiled import Compiled
 from sgl_muse_mega.megakernel.draft_protocol import POINTS
 from sgl_muse_mega.speculative.philox import Purpose, uniform
 
@@ -16,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmark"))
 import draft_timeline
 import step_sampling
 import stock_step
+from step_pair import Pair
 
 STOCK = """
 rep 0 decode 0.623 s for 256 tokens -> 9.741 ms per step (steps=64, spec_verify_ct=66), 410.6 tok/s
@@ -24,6 +28,17 @@ PROF  12000.0 us    240 x   50.00 us  _fwd_kernel
 PROF   2400.0 us     60 x   40.00 us  _fwd_kernel_stage2
 PROF  99000.0 us    336 x  294.64 us  void marlin_moe_wna16::Marlin<...>(int4 const*)
 """
+
+
+def test_what_the_pair_loads_is_built_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Compiled] = []
+    monkeypatch.setattr(arm, "build", built.append)
+    planner = arm.Planner(Emulator(HOPPER_SMS))
+    pair = Pair(planner, 1)  # type: ignore[arg-type]
+    planner.build()
+    every = instances(pair.config, pair.draft_config, sms=HOPPER_SMS, ranks=1, kv_dtypes=("bf16",))
+    wanted = [instance.header() for name, instance in every.items() if not name.startswith("server")]
+    assert sorted(instance.header() for instance in built) == sorted(wanted)
 
 
 def test_uniforms_of_many_seeds() -> None:

@@ -98,7 +98,8 @@ class Moment:
 
 
 class Planner:
-    """Stands for a machine to learn which kernels it will be asked for, so that they are compiled side by side."""
+    """Stands for a machine to learn which kernels it will be asked for, so that they are compiled side by side. What is
+    made on it has no kernels and cannot be launched."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
