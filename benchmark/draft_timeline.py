@@ -22,7 +22,9 @@ import torch
 
 from sgl_muse_mega import results
 from sgl_muse_mega.checkpoint.random_weights import random_draft
-from sgl_muse_mega.commands.bench_step import ROOF_GB_S, spark_draft
+from sgl_muse_mega.commands.bench_step import spark_draft
+from sgl_muse_mega.commands.roof import ROOF_GB_S
+from sgl_muse_mega.commands.step_times import timed_replays
 from sgl_muse_mega.config import DraftConfig
 from sgl_muse_mega.megakernel.build import build_all
 from sgl_muse_mega.megakernel.cuda import CudaMachine
@@ -78,16 +80,7 @@ class Block:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             launch(self.rows)
-        found = []
-        for repeat in range(repeats + 3):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if repeat >= 3:
-                found.append(start.elapsed_time(end) * 1e3)
-        return found
+        return timed_replays(graph, repeats)
 
     def timeline(self) -> dict[str, float]:
         """us of every phase of a layer."""

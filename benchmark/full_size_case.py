@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from full_size_model import Model, Sizes
-from torch import Tensor
 
+from sgl_muse_mega.commands.step_bytes import bytes_of, draft_loads, layer_loads
 from sgl_muse_mega.commands.step_times import WARM_UP, timed_steps
 from sgl_muse_mega.megakernel.decode_loop import DecodeLoop
 from sgl_muse_mega.megakernel.machine import Machine
@@ -56,7 +56,7 @@ class Case:
         self.place.meet()
         if rows > 1:  # all rows behind the anchor would be one token, and go to the same experts
             draft.launch(rows)
-        experts, sizes = self.experts(step)
+        experts, sizes = layer_loads(step, rows)
         tokens = step.inputs.token_ids[:rows].tolist()
         back, us = self.loop_back() if self.place.ranks > 1 else ([], {})
         layers = len(step.weights.layers)
@@ -102,43 +102,22 @@ class Case:
         # Nobody else would send the embeddings of other ranks' tokens.
         step.inputs.token_ids.copy_(step.first_token + torch.arange(loop.width_limit))
         self.machine.attach(step, loop.caches)
-        experts, _ = self.experts(step)
+        experts, _ = layer_loads(step, self.rows)
         found = {"layers, loop-back": self.timed(lambda: verify(step, self.rows, len(experts)))}
         loop.decode.declare(loop.caches)
         return experts, found
-
-    def experts(self, step: Step) -> tuple[list[int], list[int]]:
-        """Of every layer, this rank's experts that these rows use, and the bytes of weights that are read for them."""
-        rows = self.rows
-        step.launch_embed(rows)
-        self.machine.synchronize()
-        distinct, sizes = [], []
-        for index, layer in enumerate(step.weights.layers):
-            step.launch_layer(index, rows)
-            self.machine.synchronize()
-            ids = step.activations.route_ids[:rows] - layer.first_expert
-            local = layer.down.shape[0]
-            distinct.append(int(ids[(ids >= 0) & (ids < local)].unique().numel()))
-            scales = [t for t in (layer.gate_up_block_scale, layer.down_block_scale) if t is not None]
-            dense = bytes_of(layer.qkv, layer.o_proj, layer.router, layer.pre_expert_proj, layer.post_expert_proj)
-            sizes.append(dense + distinct[-1] * bytes_of(layer.gate_up, layer.down, *scales) // local)
-        return distinct, sizes
 
     def other_bytes(self) -> int:
         """Weights of draft and heads that a step reads."""
         draft = self.loop.decode.draft
         assert draft is not None
-        weights = draft.weights
-        size = bytes_of(weights.lm_head, weights.fusion)
-        kv_rows = 2 * draft.instance.kv_heads * draft.instance.head_dim
-        size += len(weights.layers) * kv_rows * draft.instance.hidden * 2
-        if self.rows > 1:
-            size += bytes_of(weights.lm_head, weights.hidden_projection)
-            size += sum(bytes_of(*(getattr(layer, name) for name in layer.__slots__)) for layer in weights.layers)
-        return size
+        layers, head, context = draft_loads(draft)
+        size = bytes_of(draft.weights.lm_head) + context
+        return size + head + layers if self.rows > 1 else size
 
     def timed(self, enqueue: Callable[[], None]) -> list[float]:
-        """us of every repeat of a graph of these launches; all ranks do the same."""
+        """us of every repeat of a graph of these launches, one right behind the other: a wait of the host between
+        them would set the ranks apart. All ranks do the same."""
         begin(self.loop, self.options.context, self.rows)
         self.place.meet()
         if self.machine.device.type != "cuda":
@@ -148,14 +127,14 @@ class Case:
             enqueue()
         self.place.meet()
         times = []
-        for _ in range(self.options.repeats + 3):
+        for _ in range(WARM_UP + self.options.repeats):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             graph.replay()
             end.record()
             times.append((start, end))
         self.machine.synchronize()
-        return [start.elapsed_time(end) * 1e3 for start, end in times[3:]]
+        return [start.elapsed_time(end) * 1e3 for start, end in times[WARM_UP:]]
 
     def steps(self) -> tuple[list[float], list[float]]:
         """us of whole steps, and us between them while the host reads every report."""
@@ -206,7 +185,3 @@ def wall_us(machine: Machine, action: Callable[[], Any]) -> float:
     action()
     machine.synchronize()
     return (time.monotonic() - start) * 1e6
-
-
-def bytes_of(*tensors: Tensor) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)

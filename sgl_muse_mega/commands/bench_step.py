@@ -12,7 +12,8 @@ from rich.table import Table
 from sgl_muse_mega import results
 from sgl_muse_mega.checkpoint.random_weights import random_draft
 from sgl_muse_mega.commands.roof import ROOF_GB_S
-from sgl_muse_mega.commands.step_times import WARM_UP, timed_steps
+from sgl_muse_mega.commands.step_bytes import bytes_of, draft_loads, layer_loads
+from sgl_muse_mega.commands.step_times import WARM_UP, timed_replays, timed_steps
 from sgl_muse_mega.config import DraftConfig, TargetConfig
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.cuda import CudaMachine
@@ -129,61 +130,31 @@ Stretch = tuple[str, int, int, Callable[[], None]]
 def stretches(loop: DecodeLoop, options: Options) -> list[Stretch]:
     """(name, launches, bytes of weights, what to enqueue) of the parts of a step."""
     decode, width = loop.decode, options.width
-    step = decode.step
+    step, draft = decode.step, decode.draft
+    assert draft is not None
     layers = len(step.weights.layers)
+    draft_layers, draft_head, context = draft_loads(draft)
 
     def verify() -> None:
         step.launch_embed(width)
         for index in range(layers):
             step.launch_layer(index, width)
 
-    head = _size(step.weights.lm_head)
-    block, draft_head, context = stretches_draft(loop, options)
     return [
-        block,
-        draft_head,
+        ("draft layers", 1, draft_layers, lambda: draft.launch_block(width)),
+        ("draft head", 1, draft_head, lambda: draft.launch_head(width)),
         ("verify layers", layers + 1, verify_bytes(loop, width), verify),
-        ("head", 1, head, lambda: decode.launch_head(width)),
+        ("head", 1, bytes_of(step.weights.lm_head), lambda: decode.launch_head(width)),
         ("accept", 1, 0, lambda: decode.accept.launch(width)),
-        context,
-    ]
-
-
-def stretches_draft(loop: DecodeLoop, options: Options) -> list[Stretch]:
-    """The draft's parts: layers, head with selector, context."""
-    draft, width = loop.decode.draft, options.width
-    assert draft is not None
-    layers = [_size(*_tensors(layer)) for layer in draft.weights.layers]
-    kv_rows = 2 * draft.config.num_key_value_heads * draft.config.head_dim
-    context = _size(draft.weights.fusion) + len(layers) * kv_rows * draft.config.hidden_size * 2
-
-    head = _size(draft.weights.lm_head, draft.weights.hidden_projection)
-    return [
-        ("draft layers", 1, sum(layers), lambda: draft.launch_block(width)),
-        ("draft head", 1, head, lambda: draft.launch_head(width)),
         ("draft context", 1, context, lambda: draft.launch_context(width)),
     ]
 
 
 def verify_bytes(loop: DecodeLoop, width: int) -> int:
     """Weights that the verify launches read: dense ones, and the distinct local experts of these very rows."""
-    step = loop.decode.step
     begin(loop, width)
     loop.decode.launch(width)
-    step.launch_embed(width)
-    total = _size(step.weights.layers[0].qkv)
-    for index, layer in enumerate(step.weights.layers):
-        step.launch_layer(index, width)
-        step.machine.synchronize()
-        ids = step.activations.route_ids[:width] - layer.first_expert
-        local = layer.down.shape[0]
-        distinct = int(ids[(ids >= 0) & (ids < local)].unique().numel())
-        scales = [t for t in (layer.gate_up_block_scale, layer.down_block_scale) if t is not None]
-        total += distinct * _size(layer.gate_up, layer.down, *scales) // local
-        total += _size(layer.o_proj, layer.router, layer.pre_expert_proj, layer.post_expert_proj)
-        if index + 1 < len(step.weights.layers):
-            total += _size(step.weights.layers[index + 1].qkv)
-    return total
+    return sum(layer_loads(loop.decode.step, width)[1])
 
 
 def begin(loop: DecodeLoop, width: int, params: SamplingParams | None = None) -> None:
@@ -199,16 +170,7 @@ def measure(
     with torch.cuda.graph(graph):
         enqueue()
     begin(loop, options.width, sampling(options))
-    times = []
-    for repeat in range(options.repeats + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if repeat >= 3:
-            times.append(start.elapsed_time(end) * 1e3)
-    return Part(name, launches, size, times)
+    return Part(name, launches, size, timed_replays(graph, options.repeats))
 
 
 def measure_steps(loop: DecodeLoop, options: Options) -> tuple[list[float], list[float]]:
@@ -296,11 +258,3 @@ def figures(options: Options, parts: list[Part], whole: list[float], gaps: list[
         "step.draft.fraction": of_roof(by_name["draft layers"]),
         "step.head.fraction": of_roof(by_name["head"]),
     }
-
-
-def _size(*tensors: torch.Tensor) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def _tensors(layer: Any) -> list[torch.Tensor]:
-    return [getattr(layer, name) for name in layer.__slots__]

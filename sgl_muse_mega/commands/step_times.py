@@ -1,4 +1,4 @@
-"""Times of whole decode steps, by events on the stream round each step that a loop enqueues."""
+"""Times of decode steps and of their parts, by events on the stream round each of them."""
 
 from collections.abc import Callable
 
@@ -8,6 +8,19 @@ from sgl_muse_mega.megakernel.decode_loop import DecodeLoop
 from sgl_muse_mega.megakernel.decode_request import Report
 
 WARM_UP = 3
+
+
+def timed_replays(graph: torch.cuda.CUDAGraph, repeats: int) -> list[float]:
+    """us of each of `repeats` replays, after `WARM_UP` others; every one begins when the one before has ended."""
+    times = []
+    for _ in range(WARM_UP + repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return times[WARM_UP:]
 
 
 def timed_steps(
