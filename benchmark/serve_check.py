@@ -86,6 +86,7 @@ def say(text: str) -> None:
 
 
 START = time.monotonic()
+FIGURES = {"serve.w8.ratio_stock": "w8.full", "serve.t1.ratio_stock": "t1"}  # of servers with one GPU
 
 
 def main() -> int:
@@ -102,7 +103,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=Path("serve_check_logs"))
     parser.add_argument("--keep-cache", type=Path, help="file for what SGLang compiled, to be its next cache.tar.xz")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--save", action="store_true", help="write the results and figures")
+    parser.add_argument("--save", action="store_true", help="write the results and, of one GPU, the figures")
     options = parser.parse_args()
     stock = options.stock.resolve()
     options.logs.mkdir(parents=True, exist_ok=True)
@@ -148,11 +149,8 @@ def save(record: dict[str, Any], options: argparse.Namespace) -> None:
         options.json.write_text(json.dumps({"environment": environment, **record}))
     if options.save:
         ratios = record.get("time", {}).get("ratio", {})
-        names = {
-            1: (("serve.w8.ratio_stock", "w8.full"), ("serve.t1.ratio_stock", "t1")),
-            2: (("tp2.w8.ratio_stock", "w8.full"),),
-        }.get(options.tp, ())
-        figures = {name: Figure.of(ratios[part], "ratio") for name, part in names if part in ratios}
+        named = FIGURES if options.tp == 1 else {}
+        figures = {name: Figure.of(ratios[part], "ratio") for name, part in named.items() if part in ratios}
         print(results.save("serve_check", environment, record, figures))
 
 

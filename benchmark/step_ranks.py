@@ -199,7 +199,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=570.0, help="seconds of the whole run")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the emulator; its times say nothing")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--save", action="store_true", help="write the results and the figure ranks.w8.ratio_stock")
+    parser.add_argument("--save", action="store_true", help="write the results and the figure tp2.w8.ratio_stock")
     arguments = parser.parse_args(given)
     start = time.monotonic()
     layers = 3 if arguments.dry_run and arguments.layers else arguments.layers
@@ -228,7 +228,7 @@ def main(given: list[str] | None = None) -> int:
     if arguments.save and not arguments.dry_run:
         ratio = content.get("times", {}).get("ratio")
         standard = (arguments.ranks, arguments.layers) == (2, 14) and ratio and not content["failed"]
-        figures = {"ranks.w8.ratio_stock": Figure.of(ratio, "ratio")} if standard else {}
+        figures = {"tp2.w8.ratio_stock": Figure.of(ratio, "ratio")} if standard else {}
         print(results.save("step_ranks", environment, content, figures))
     return int(content["failed"])
 

@@ -240,6 +240,21 @@ def test_the_whole_comparison() -> None:
     assert len(said) == len(record["outcomes"]) + 1
 
 
+@pytest.mark.parametrize(("ranks", "names"), [(1, {"serve.w8.ratio_stock", "serve.t1.ratio_stock"}), (2, set())])
+def test_servers_of_one_gpu_have_figures(ranks: int, names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two GPUs, the one beside stock is the whole step's, which step_ranks.py writes."""
+    import serve_check
+
+    from sgl_muse_mega import results
+
+    saved: list[set[str]] = []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    monkeypatch.setattr(results, "save", lambda _command, _environment, _content, figures: saved.append(set(figures)))
+    record = {"time": {"ratio": {"w8.full": [1.7], "w8.target": [1.4], "t1": [1.2]}}}
+    serve_check.save(record, SimpleNamespace(json=None, save=True, tp=ranks))  # type: ignore[arg-type]
+    assert saved == [names]
+
+
 @pytest.mark.parametrize(("ranks", "arms", "pairs"), [(1, "target,full,fp8,t1", "w8.full,t1"), (2, "full", "t1")])
 def test_servers_of_the_parts(
     ranks: int, arms: str, pairs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
