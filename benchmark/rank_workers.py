@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from sgl_muse_mega.errors import UserError
+from sgl_muse_mega.megakernel.cuda import DEADLINE_SECONDS, CudaMachine
 from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.place import Place
 
@@ -51,20 +52,16 @@ def _store(port: int, *, holds: bool) -> Any:
     return TCPStore("127.0.0.1", port, None, holds, timedelta(seconds=300), wait_for_workers=False)
 
 
-def run_on_gpus(
-    worker: Worker, options: Any, ranks: int, *, seconds: float, deadline: float = 5.0, show: Tell | None = None
-) -> Found:
+def run_on_gpus(worker: Worker, options: Any, ranks: int, *, seconds: float, show: Tell | None = None) -> Found:
     """Runs the worker on GPUs 0 .. ranks - 1 for at most `seconds`, then ends what is left.
 
-    deadline: of waits in the kernels. show: called for what rank 0 tells, as it comes.
+    show: called for what rank 0 tells, as it comes.
     """
     spawn, store, end = multiprocessing.get_context("spawn"), Store(), time.monotonic() + seconds
     found, processes, pipes = Found([[] for _ in range(ranks)]), [], {}
     for rank in range(ranks):
         here, there = spawn.Pipe(duplex=False)
-        process = spawn.Process(
-            target=_process, args=(worker, options, rank, ranks, store.port, deadline, there), daemon=True
-        )
+        process = spawn.Process(target=_process, args=(worker, options, rank, ranks, store.port, there), daemon=True)
         process.start()
         there.close()
         processes.append(process)
@@ -85,7 +82,7 @@ def run_on_gpus(
                     if show and rank == 0:
                         show(kind, content)
             if found.problems:
-                end = min(end, time.monotonic() + 3 * deadline)  # for the others' sentences
+                end = min(end, time.monotonic() + 3 * DEADLINE_SECONDS)  # for the others' sentences
         if pipes and not found.problems:
             late = ", ".join(str(rank) for rank in pipes.values())
             found.problems.append(f"not done within {seconds:.0f} s: rank {late}")
@@ -100,7 +97,7 @@ def run_on_gpus(
     return found
 
 
-def run_on_emulator(worker: Worker, options: Any, ranks: int, *, sms: int = 2, show: Tell | None = None) -> Found:
+def run_on_emulator(worker: Worker, options: Any, ranks: int, *, show: Tell | None = None) -> Found:
     """The same in threads of this process."""
     from sgl_muse_mega.emulator.rank_threads import RankThreads
 
@@ -115,18 +112,15 @@ def run_on_emulator(worker: Worker, options: Any, ranks: int, *, sms: int = 2, s
         worker(machine, place, options, tell)
 
     try:
-        RankThreads(ranks, sms).run(work)
+        RankThreads(ranks, sms=2).run(work)
     except UserError as error:
         found.problems.append(str(error))
     return found
 
 
-def _process(
-    worker: Worker, options: Any, rank: int, ranks: int, port: int, deadline: float, answer: Connection
-) -> None:
+def _process(worker: Worker, options: Any, rank: int, ranks: int, port: int, answer: Connection) -> None:
     import torch
 
-    from sgl_muse_mega.megakernel.cuda import CudaMachine
     from sgl_muse_mega.megakernel.peers import DECODE_ARENA_BYTES, PeerMemory, StoreGroup
 
     def tell(kind: str, content: Any) -> None:
@@ -134,7 +128,7 @@ def _process(
 
     try:
         torch.cuda.set_device(rank)
-        machine = CudaMachine(f"cuda:{rank}", deadline_seconds=deadline)
+        machine = CudaMachine(f"cuda:{rank}")
         group = StoreGroup(client(port), rank, ranks)
         from cuda.bindings import driver  # after torch has made the context
 

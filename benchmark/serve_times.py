@@ -26,7 +26,7 @@ def check(
     work: Path,
     options: argparse.Namespace,
     record: dict[str, Any],
-    say: Callable[[str], None],
+    say: Say,
 ) -> None:
     """Fills the record. Two servers at a time are on the GPU (up to 100 GB), and only one of them works."""
     models = work / "models"

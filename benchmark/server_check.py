@@ -34,8 +34,6 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "cpu"))
 import table_formulas
 
 WINDOW, LAUNCHES, REPEATS = 128, 100, 20
-PAGES = ("full_pages", "sliding_pages")
-Inputs = dict[str, Tensor]
 
 
 class Place:

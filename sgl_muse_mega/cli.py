@@ -59,6 +59,7 @@ TopP = Annotated[float, typer.Option("--top-p", help="Nucleus mass, above 0; 1 i
 TopK = Annotated[int, typer.Option("--top-k", help="Most likely ids to keep; 0 is off.")]
 MinP = Annotated[float, typer.Option("--min-p", help="Least probability relative to the largest; 0 is off.")]
 Seed = Annotated[int, typer.Option("--seed", help="Same seed, same text.")]
+Save = Annotated[bool, typer.Option("--save", help="Write the results and the named figures.")]
 
 
 @app.command()
@@ -106,7 +107,7 @@ def generate(
 def evaluate(
     file: Annotated[Path | None, typer.Argument(help="Problems in GSM8K's form.", show_default="bundled")] = None,
     limit: Annotated[int | None, typer.Option("--limit", help="Only the first N.", show_default="all")] = None,
-    save: Annotated[bool, typer.Option("--save", help="Write the results and the named figures.")] = False,
+    save: Save = False,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Longest output of a problem.")] = 512,
     model: Model = None,
     draft: Draft = None,
@@ -186,7 +187,7 @@ def bench_layer(
     ] = None,
     picture: Annotated[Path | None, typer.Option("--picture", help="Draw one layer's timeline (.png, .svg).")] = None,
     trace_arm: Annotated[str, typer.Option("--trace-arm", help="Which arm these show, by its name.")] = "this",
-    save: Annotated[bool, typer.Option("--save", help="Write the results and the named figures.")] = False,
+    save: Save = False,
 ) -> None:
     """Time layers of one rank at full size against the memory roof."""
     from sgl_muse_mega.commands import bench_layer as command
@@ -215,7 +216,7 @@ def bench_step(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="With --tree or --width auto: the bundled pair on the emulator.")
     ] = False,
-    save: Annotated[bool, typer.Option("--save", help="Write the results and the named figures.")] = False,
+    save: Save = False,
 ) -> None:
     """Time a whole decode step and its parts on random weights of Muse Spark's sizes."""
     from sgl_muse_mega.commands import bench_rows

@@ -23,8 +23,8 @@ _IGNORED = re.compile(r".*\brotary_emb\.")
 _CONVS = ("attention_conv", "mlp_conv")
 
 
-def load_draft(directory: Path, config: DraftConfig, *, device: torch.device | str = "cpu") -> DraftWeights:
-    """Reads all weights of the draft onto `device`.
+def load_draft(directory: Path, config: DraftConfig) -> DraftWeights:
+    """Reads all weights of the draft.
 
     Raises UserError when names, shapes or dtypes are not those of the configuration, or when `mask_embedding.pt` is
     unreadable, is for another mask token or has another width.
@@ -35,7 +35,7 @@ def load_draft(directory: Path, config: DraftConfig, *, device: torch.device | s
         reader.require({prefix + name: spec for name, spec in table.items()}, _IGNORED)
 
         def read(name: str) -> Tensor:
-            return reader.read(prefix + name, device=device)
+            return reader.read(prefix + name)
 
         layers = []
         for layer in range(config.num_hidden_layers):
@@ -47,11 +47,7 @@ def load_draft(directory: Path, config: DraftConfig, *, device: torch.device | s
             layers.append(DraftLayerWeights(**held))
         top = {field: read(name) for field, (name, _) in _top_table(config).items()}
     mask_embedding = _load_mask_embedding(directory / MASK_EMBEDDING, config)
-    return DraftWeights(
-        layers=tuple(layers),
-        mask_embedding=None if mask_embedding is None else mask_embedding.to(device),
-        **top,
-    )
+    return DraftWeights(layers=tuple(layers), mask_embedding=mask_embedding, **top)
 
 
 def save_draft(

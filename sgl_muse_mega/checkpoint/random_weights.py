@@ -57,12 +57,12 @@ def random_layer(config: TargetConfig, layer: int, seed: int, device: torch.devi
     )
 
 
-def random_target(config: TargetConfig, seed: int, device: torch.device | str = "cpu") -> TargetWeights:
-    """A whole target; layer i depends on the seed and i alone."""
-    source = _Source(seed, device)
+def random_target(config: TargetConfig, seed: int) -> TargetWeights:
+    """A whole target in the host's memory; layer i depends on the seed and i alone."""
+    source = _Source(seed, "cpu")
     return TargetWeights(
         embed_tokens=source.normal(config.vocab_size, config.hidden_size, std=1.0),
-        layers=tuple(random_layer(config, i, seed * 1000 + i + 1, device) for i in range(config.num_hidden_layers)),
+        layers=tuple(random_layer(config, i, seed * 1000 + i + 1) for i in range(config.num_hidden_layers)),
         norm=source.around_one(config.hidden_size),
         lm_head=source.normal(config.vocab_size, config.hidden_size, std=4 * config.hidden_size**-0.5),
     )

@@ -114,14 +114,14 @@ class CheckpointReader:
                 f"{self._directory} does not hold the model its configuration describes: {'; '.join(problems)}."
             )
 
-    def read(self, name: str, index: tuple[slice, ...] = (), device: torch.device | str = "cpu") -> Tensor:
-        """The tensor or the part `index` of it, contiguous on `device`; only that part is read from disk.
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """The tensor or the part `index` of it, contiguous; only that part is read from disk.
 
         Always a copy: safetensors hands out views of the mapped file, which would fault if the file were cut later.
         """
         stored = self._shard_of[name].get_slice(name)
         part: Tensor = stored[index] if index else stored[:]
-        return part.to(device, copy=True, memory_format=torch.contiguous_format)
+        return part.clone(memory_format=torch.contiguous_format)
 
     def _mismatch(self, name: str, spec: TensorSpec) -> str | None:
         stored = self._shard_of[name].get_slice(name)

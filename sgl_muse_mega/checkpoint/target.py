@@ -51,10 +51,8 @@ class _Share:
     branch_rows: slice  # of post_expert_proj
 
 
-def load_target(
-    directory: Path, config: TargetConfig, *, rank: int = 0, ranks: int = 1, device: torch.device | str = "cpu"
-) -> TargetWeights:
-    """Reads the share of rank `rank` of `ranks` onto `device`; only that share is read from disk.
+def load_target(directory: Path, config: TargetConfig, *, rank: int = 0, ranks: int = 1) -> TargetWeights:
+    """Reads the share of rank `rank` of `ranks`; only that share is read from disk.
 
     Routed experts are NVFP4 where `config.nvfp4_experts(layer)` says so and BF16 elsewhere; BF16 experts may be stored
     one by one instead of stacked. Raises UserError when the model does not divide among the ranks, when names, shapes
@@ -68,17 +66,17 @@ def load_target(
         layers = []
         for layer, separate in enumerate(one_by_one):
             held: dict[str, Any] = {
-                field: reader.read(entry.name, entry.part, device)
+                field: reader.read(entry.name, entry.part)
                 for field, entry in _layer_table(config, share, layer).items()
             }
             for field in _EXPERT_FIELDS:
                 if separate:
-                    held[field] = _read_separate_experts(reader, config, share, layer, field).to(device)
+                    held[field] = _read_separate_experts(reader, config, share, layer, field)
                 else:
-                    held[field] = _read_experts(reader, _expert_table(config, share, layer, field), device)
+                    held[field] = _read_experts(reader, _expert_table(config, share, layer, field))
             layers.append(LayerWeights(**held, first_expert=share.experts.start))
         top: dict[str, Any] = {
-            field: reader.read(entry.name, entry.part, device) for field, entry in _top_table(config, share).items()
+            field: reader.read(entry.name, entry.part) for field, entry in _top_table(config, share).items()
         }
     return TargetWeights(layers=tuple(layers), **top)
 
@@ -257,10 +255,8 @@ def _one_by_one(reader: CheckpointReader, config: TargetConfig, layer: int) -> b
     return name == separate and name in reader
 
 
-def _read_experts(
-    reader: CheckpointReader, table: dict[str, _Entry], device: torch.device | str
-) -> Tensor | Nvfp4Experts:
-    held = {field: reader.read(entry.name, entry.part, device) for field, entry in table.items()}
+def _read_experts(reader: CheckpointReader, table: dict[str, _Entry]) -> Tensor | Nvfp4Experts:
+    held = {field: reader.read(entry.name, entry.part) for field, entry in table.items()}
     if "" in held:
         return held[""]
     nvfp4.check_block_scale(held["block_scale"], table["block_scale"].name)

@@ -154,9 +154,9 @@ def check_expected(counters: Sequence[HandOff], sms: int, row_cap: int) -> list[
     return problems
 
 
-def check_launch(programs: Programs, kernel: str, sms: int, row_cap: int, rules: Rules = TARGET) -> list[str]:
-    """What is wrong with one launch's programs; empty when nothing is."""
-    return _check_writers(programs, kernel, sms, row_cap, 1, rules) + _execute(programs, _goals(sms, row_cap, rules))
+def check_launch(programs: Programs, kernel: str, sms: int, row_cap: int) -> list[str]:
+    """What is wrong with one launch of the target's; empty when nothing is."""
+    return _check_writers(programs, kernel, sms, row_cap, 1, TARGET) + _execute(programs, _goals(sms, row_cap, TARGET))
 
 
 def check_ranks(ranks: Sequence[Programs], kernel: str, sms: int, row_cap: int, rules: Rules = TARGET) -> list[str]:

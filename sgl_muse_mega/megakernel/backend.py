@@ -9,7 +9,6 @@ from torch import Tensor
 
 from sgl_muse_mega.checkpoint.weights import DraftWeights, TargetWeights
 from sgl_muse_mega.config import DraftConfig, TargetConfig, check_pair
-from sgl_muse_mega.megakernel.build import Progress, quiet
 from sgl_muse_mega.megakernel.graph import StepGraphs
 from sgl_muse_mega.megakernel.instance import MAX_ROWS
 from sgl_muse_mega.megakernel.machine import Machine
@@ -39,14 +38,13 @@ class KernelBackend:
         machine: Machine,
         max_context: int | None = None,
         kv_dtype: str = "bf16",
-        progress: Progress = quiet,
     ) -> None:
         """Moves the weights to the machine. Raises UserError when the models do not fit each other or the kernels."""
         limit = target_config.max_position_embeddings
         self._max_context = limit if max_context is None else min(max_context, limit)
         self._config = target_config
         self._machine = machine
-        self._kv_dtype, self._progress = kv_dtype, progress
+        self._kv_dtype = kv_dtype
         device = machine.device
         target_weights = to_device(target_weights, device)
         self._weights = prepare(target_config, target_weights)
@@ -144,7 +142,7 @@ class KernelBackend:
         if cap not in self._steps:
             step = Step(
                 self._config, self._weights, self._machine, row_cap=cap, max_context=self._max_context,
-                kv_dtype=self._kv_dtype, taps=self._taps, progress=self._progress,
+                kv_dtype=self._kv_dtype, taps=self._taps,
             )  # fmt: skip
             step.use_caches(self._caches)
             slots = torch.arange(1, len(step.inputs.full_pages) + 1, dtype=torch.int32)

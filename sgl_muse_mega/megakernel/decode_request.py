@@ -38,9 +38,9 @@ def request_words(
     return [values[name] for name in REQUEST] + stops + [0] * (MAX_STOPS - len(stops))
 
 
-def state_words(*, emitted: int = 0, steps: int = 0, start: int = 0, committed: int = 0) -> Words:
+def state_words(*, emitted: int = 0, start: int = 0, committed: int = 0) -> Words:
     """The state buffer's content: `emitted` new tokens so far; committed rows from position `start` on."""
-    values = {"STEPS": steps, "EMITTED": emitted, "REASON": 0, "CONTEXT_START": start, "COMMITTED": committed}
+    values = {"STEPS": 0, "EMITTED": emitted, "REASON": 0, "CONTEXT_START": start, "COMMITTED": committed}
     return [values[name] for name in STATE]
 
 

@@ -120,11 +120,11 @@ def prepare_layer(config: TargetConfig, layer: LayerWeights, *, field_order: boo
     )
 
 
-def prepare(config: TargetConfig, weights: TargetWeights, *, field_order: bool = False) -> KernelWeights:
-    """The whole target in kernel order; field_order as in `prepare_layer`."""
+def prepare(config: TargetConfig, weights: TargetWeights) -> KernelWeights:
+    """The whole target in kernel order."""
     return KernelWeights(
         embedding=weights.embed_tokens,
-        layers=tuple(prepare_layer(config, layer, field_order=field_order) for layer in weights.layers),
+        layers=tuple(prepare_layer(config, layer) for layer in weights.layers),
         final_norm=weights.norm,
         lm_head=weights.lm_head,
     )

@@ -39,13 +39,11 @@ def _bind(params: StepBegin | ForwardBegin, inputs: StepInputs) -> list[tuple[st
 class AttentionTables:
     """Copies one request's rows and slots out of the attention backend's metadata of the running forward."""
 
-    def __init__(
-        self, machine: Machine, inputs: StepInputs, *, window: int, page_size: int, progress: Progress = quiet
-    ) -> None:
+    def __init__(self, machine: Machine, inputs: StepInputs, *, window: int, page_size: int) -> None:
         """window: keys that a row of a sliding layer sees, itself included. Raises UserError when the kernels cannot be
         compiled."""
         self._machine, self._inputs = machine, inputs
-        self._module = machine.load(ServerInstance(len(inputs.token_ids), machine.sms), progress)
+        self._module = machine.load(ServerInstance(len(inputs.token_ids), machine.sms))
         self._window, self._page_size = window, page_size
 
     def launch(self, ids: Tensor, positions: Tensor, slots: Tensor, metadata: Any) -> None:
