@@ -10,11 +10,11 @@ from sgl_muse_mega.megakernel import draft_protocol
 from sgl_muse_mega.megakernel.accept_instance import AcceptInstance
 from sgl_muse_mega.megakernel.build import Progress, quiet
 from sgl_muse_mega.megakernel.draft_protocol import ACCEPT_LAUNCH, DraftParams
-from sgl_muse_mega.megakernel.draft_scratch import DecodeState, DraftActivations, KernelControl, as_int32
+from sgl_muse_mega.megakernel.draft_scratch import DecodeState, DraftActivations, KernelControl
 from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.mailbox import Mail, NoMail, session_word
 from sgl_muse_mega.megakernel.protocol import COUNTER_STRIDE
-from sgl_muse_mega.megakernel.scratch import StepInputs
+from sgl_muse_mega.megakernel.scratch import StepInputs, as_int32
 
 
 class AcceptStep:

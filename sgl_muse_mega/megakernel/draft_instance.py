@@ -7,7 +7,7 @@ from typing import ClassVar
 from sgl_muse_mega.config import DraftConfig, TargetConfig
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel import draft_protocol
-from sgl_muse_mega.megakernel.instance import HOPPER_SHARED_BYTES
+from sgl_muse_mega.megakernel.instance import HOPPER_SHARED_BYTES, LOG2_E
 from sgl_muse_mega.megakernel.tiling import (
     BLOCK_ROWS,
     PACKET_BYTES,
@@ -16,11 +16,9 @@ from sgl_muse_mega.megakernel.tiling import (
     Dense,
     mail_offsets,
     padded_rows,
+    round_up,
     uneven_sizes,
 )
-
-_LOG2_E = 1.4426950408889634
-
 
 LARGEST_CHUNK = 256  # inputs
 
@@ -195,12 +193,12 @@ class DraftInstance:
     def stage_bytes(self) -> int:
         tokens = max(padded_rows(self.row_cap, d.chunk * 2) for d in self.products.values())
         keys_and_values = 2 * padded_rows(self.kv_split, self.head_dim * 2)
-        return max(self.stage_weight_bytes + _round_up(tokens, 128), keys_and_values)
+        return max(self.stage_weight_bytes + round_up(tokens, 128), keys_and_values)
 
     @property
     def reduce_bytes(self) -> int:
         lists = self.math_warps * WARP * 8
-        return _round_up(max(self.math_warps // 4 * 64 * (self.row_cap + 1) * 4, lists, self.rank * 4), 128)
+        return round_up(max(self.math_warps // 4 * 64 * (self.row_cap + 1) * 4, lists, self.rank * 4), 128)
 
     @property
     def stages(self) -> int:
@@ -263,7 +261,7 @@ class DraftInstance:
         floats = {
             "RMS_EPS": self.rms_eps, "TARGET_EPS": self.target.eps, "EMBEDDING_SCALE": self.embedding_scale,
             "OUTPUT_MULTIPLIER": self.output_multiplier, "SOFTCAP": self.softcap,
-            "SCORE_SCALE_LOG2": self.head_dim**-0.5 * _LOG2_E, "TARGET_SOFTCAP": self.target.softcap,
+            "SCORE_SCALE_LOG2": self.head_dim**-0.5 * LOG2_E, "TARGET_SOFTCAP": self.target.softcap,
             "TARGET_MULTIPLIER": self.target.output_multiplier,
         }  # fmt: skip
         flags = {"CAUSAL": self.causal, "NORMED_EMBEDDING": self.normed_embedding, "TRACE": self.trace}
@@ -274,7 +272,3 @@ class DraftInstance:
     def describe(self) -> str:
         """One line for logs and cache entries."""
         return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

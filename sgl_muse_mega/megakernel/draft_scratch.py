@@ -8,6 +8,7 @@ from torch import Tensor
 from sgl_muse_mega.megakernel import draft_protocol, protocol
 from sgl_muse_mega.megakernel.draft_instance import DraftInstance
 from sgl_muse_mega.megakernel.protocol import HandOff
+from sgl_muse_mega.megakernel.scratch import as_int32
 from sgl_muse_mega.speculative.calibration import default_prior
 
 
@@ -117,11 +118,6 @@ class KernelControl:
         signed = as_int32(torch.cat((counters.flatten(), torch.tensor([epoch]), behind)))
         count = counters.numel()
         return cls(signed[:count].to(device), signed[count:].to(device)[:1])
-
-
-def as_int32(words: Tensor) -> Tensor:
-    """Unsigned 32-bit values held in int64 -> the same bits in int32."""
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,14 @@ from sgl_muse_mega.megakernel.tiling import (
     largest,
     mail_offsets,
     padded_rows,
+    round_up,
     uneven_sizes,
 )
 
 MAX_ROWS = 16
 STAGED_SPLIT = 128  # keys of a split from which on staging pays (bench layer at 12,288 to 131,072 keys)
 HOPPER_SHARED_BYTES = 232448  # opt-in shared memory of one CTA
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,13 +241,13 @@ class Instance:
             experts = max(t.boxes * t.box_bytes for t in (self.gate_up_tiles, self.down_tiles))
         else:
             experts = max(padded_rows(BLOCK_ROWS, chunk * 2) for chunk in self._expert_chunks)
-        return _round_up(max(experts, *(d.stage_bytes for d in self.dense_products)), 128)
+        return round_up(max(experts, *(d.stage_bytes for d in self.dense_products)), 128)
 
     @property
     def stage_token_bytes(self) -> int:
         chunks = [d.chunk for d in self.dense_products]
         chunks += [t.steps * 16 for t in (self.gate_up_tiles, self.down_tiles)] if self.nvfp4 else self._expert_chunks
-        return _round_up(max(padded_rows(self.row_cap, chunk * 2) for chunk in chunks), 128)
+        return round_up(max(padded_rows(self.row_cap, chunk * 2) for chunk in chunks), 128)
 
     @property
     def stage_bytes(self) -> int:
@@ -258,7 +259,7 @@ class Instance:
         if self.nvfp4:
             rows = max(rows, *(64 * t.tiles * t.k_parts for t in (self.gate_up_tiles, self.down_tiles)))
         combining = 3 * self.top_k * 4
-        return _round_up(max(rows * (self.row_cap + 1) * 4, combining, self.merge_bytes, self.hidden * 2), 128)
+        return round_up(max(rows * (self.row_cap + 1) * 4, combining, self.merge_bytes, self.hidden * 2), 128)
 
     @property
     def merge_bytes(self) -> int:
@@ -267,7 +268,7 @@ class Instance:
 
     @property
     def route_bytes(self) -> int:
-        return _round_up((2 * self.experts + self.top_k) * 4, 128)
+        return round_up((2 * self.experts + self.top_k) * 4, 128)
 
     @property
     def barrier_bytes(self) -> int:
@@ -276,7 +277,7 @@ class Instance:
 
     @property
     def table_bytes(self) -> int:
-        return _round_up(4 * self.local_experts * 4 + 4, 128)
+        return round_up(4 * self.local_experts * 4 + 4, 128)
 
     @property
     def stages(self) -> int:
@@ -375,7 +376,7 @@ class Instance:
         floats = {
             "RMS_EPS": self.rms_eps, "POST_EPS": self.post_eps, "ROUTED_SCALING": self.routed_scaling,
             "OUTPUT_MULTIPLIER": self.output_multiplier, "SOFTCAP": self.softcap,
-            "SCORE_SCALE_LOG2": self.attention_scale * _LOG2_E,
+            "SCORE_SCALE_LOG2": self.attention_scale * LOG2_E,
         }  # fmt: skip
         lines = [f"constexpr int {name} = {value};" for name, value in integers.items()]
         lines += [f"constexpr uint32_t {name} = {value};" for name, value in offsets.items()]
@@ -397,7 +398,3 @@ class Instance:
     def max_splits(self) -> int:
         """Most splits of one size that a step can touch: those of one row, an edge, and the step's own rows."""
         return self.splits_cap + 2
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -9,7 +9,7 @@ head) has its own epoch, counters and flags.
 """
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -150,15 +150,16 @@ _C_TYPES = {"uint64_t": ctypes.c_uint64, "int64_t": ctypes.c_int64, "int32_t": c
 _COUNTS = {"mailboxes": MAX_RANKS}  # parameters that are arrays
 
 
-def _ctype(name: str, c_type: str) -> Any:
+def ctype(c_type: str, count: int = 1) -> Any:
+    """A parameter's type for ctypes: a pointer, an integer, or an array of them."""
     single: Any = ctypes.c_void_p if c_type.endswith("*") else _C_TYPES[c_type]
-    return single * _COUNTS[name] if name in _COUNTS else single
+    return single if count == 1 else single * count
 
 
 class Params(ctypes.Structure):
     """The parameter block of every kernel; pointers are device addresses (None: null)."""
 
-    _fields_ = tuple((name, _ctype(name, c_type)) for name, c_type in PARAMETERS)
+    _fields_ = tuple((name, ctype(c_type, _COUNTS.get(name, 1))) for name, c_type in PARAMETERS)
 
 
 def header() -> str:
@@ -166,28 +167,39 @@ def header() -> str:
     fields = "\n".join(
         f"    {c_type} {name}{f'[{_COUNTS[name]}]' if name in _COUNTS else ''};" for name, c_type in PARAMETERS
     )
-    counters = ", ".join(c.name for c in COUNTERS)
-    sites = ", ".join(f"{name} = {len(COUNTERS) + i}" for i, (name, _) in enumerate(SITES))
-    cases = "".join(f"\n        case Counter::{c.name}: return {c.arrivals.value};" for c in COUNTERS)
     return f"""\
 struct Params {{
 {fields}
 }};
 
 namespace protocol {{
-enum class Counter : uint32_t {{ {counters} }};
-enum class Site : uint32_t {{ {sites} }};
-enum class Point : int {{ {", ".join(("NOTHING", *POINTS, *LOG_POINTS))} }};
-constexpr uint32_t LOG_WORDS = {LOG_WORDS};
+{names_text(COUNTERS, SITES, POINTS)}
+{arrivals_text(COUNTERS)}
+}}  // namespace protocol
+"""
+
+
+def names_text(counters: Sequence[HandOff], sites: Sequence[tuple[str, str]], points: Sequence[str]) -> str:
+    """C++ text of the numbers that counters, other sites and a log's points have."""
+    numbered = ", ".join(f"{name} = {len(counters) + i}" for i, (name, _) in enumerate(sites))
+    return f"""\
+enum class Counter : uint32_t {{ {", ".join(c.name for c in counters)} }};
+enum class Site : uint32_t {{ {numbered} }};
+enum class Point : int {{ {", ".join(("NOTHING", *points, *LOG_POINTS))} }};
+constexpr uint32_t LOG_WORDS = {LOG_WORDS};"""
+
+
+def arrivals_text(counters: Sequence[HandOff]) -> str:
+    """C++ text of where counters lie, how they grow, and what completes a fault record."""
+    cases = "".join(f"\n        case Counter::{c.name}: return {c.arrivals.value};" for c in counters)
+    return f"""\
 constexpr int COUNTER_STRIDE = {COUNTER_STRIDE};
 constexpr uint64_t RECORD_COMPLETE = {RECORD_COMPLETE:#x}ull;
 DEVICE constexpr uint32_t arrivals(Counter counter) {{
     switch (counter) {{{cases}
     }}
     return 0;
-}}
-}}  // namespace protocol
-"""
+}}"""
 
 
 @dataclass(frozen=True, slots=True)

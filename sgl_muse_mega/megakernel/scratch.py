@@ -132,9 +132,9 @@ class Control:
             counters[index, 0] = protocol.expected(counter, epoch - 1, sms=instance.sms, row_cap=instance.row_cap)
         words = torch.zeros(instance.local_experts * instance.gate_up_blocks, dtype=torch.int32, device=device)
         start = torch.tensor([epoch], dtype=torch.int64)
-        return cls(_as_int32(counters.flatten()).to(device), _as_int32(start).to(device), words)
+        return cls(as_int32(counters.flatten()).to(device), as_int32(start).to(device), words)
 
 
-def _as_int32(words: Tensor) -> Tensor:
+def as_int32(words: Tensor) -> Tensor:
     """Unsigned 32-bit values held in int64 -> the same bits in int32."""
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)

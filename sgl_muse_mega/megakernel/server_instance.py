@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sgl_muse_mega.megakernel.draft_protocol import STATE
+from sgl_muse_mega.megakernel.protocol import ctype
 
 Fields = tuple[tuple[str, str], ...]
 
@@ -46,17 +47,11 @@ STRUCTURES: Mapping[str, Fields] = {
     ),
 }  # fmt: skip
 
-_C_TYPES: dict[str, Any] = {"uint64_t": ctypes.c_uint64, "int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}
-
-
-def _ctypes_fields(name: str) -> list[tuple[str, Any]]:
-    return [(field, ctypes.c_void_p if kind.endswith("*") else _C_TYPES[kind]) for field, kind in STRUCTURES[name]]
-
 
 class Indices(ctypes.Structure):
     """Integers of a server, as they lie in its memory."""
 
-    _fields_ = _ctypes_fields("Indices")
+    _fields_ = tuple((field, ctype(kind)) for field, kind in STRUCTURES["Indices"])
 
     @classmethod
     def of(cls, tensor: Tensor, count: int | None = None) -> "Indices":
@@ -68,19 +63,20 @@ class Indices(ctypes.Structure):
         return cls(tensor.data_ptr(), most, int(tensor.dtype == torch.int64))
 
 
-_C_TYPES["Indices"] = Indices
+def _fields(name: str) -> list[tuple[str, Any]]:
+    return [(field, Indices if kind == "Indices" else ctype(kind)) for field, kind in STRUCTURES[name]]
 
 
 class StepBegin(ctypes.Structure):
-    _fields_ = _ctypes_fields("StepBegin")
+    _fields_ = _fields("StepBegin")
 
 
 class StepEnd(ctypes.Structure):
-    _fields_ = _ctypes_fields("StepEnd")
+    _fields_ = _fields("StepEnd")
 
 
 class ForwardBegin(ctypes.Structure):
-    _fields_ = _ctypes_fields("ForwardBegin")
+    _fields_ = _fields("ForwardBegin")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,10 @@ WARP = 32
 PACKET_COLUMNS, PACKET_BYTES = 4, 16  # what ranks send each other (packet.cuh)
 
 
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
 @dataclass(frozen=True, slots=True)
 class Dense:
     """A dense product [n, k]: how it is cut into blocks of 64 rows and chunks of `chunk` inputs (schedule.cuh)."""
