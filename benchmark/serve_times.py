@@ -9,13 +9,13 @@ from typing import Any
 
 import stock_models
 from serve_arms import Arm, ArmError, common, speculative
+from stock_step import ATTENTION
 
 Say = Callable[[str], None]
 
 # layers, experts, experts per token, heads, KV heads, width: on every GPU what one rank of four has
 SHAPES = {1: "14 64 2 32 4 8", 2: "14 128 4 64 8 8", 4: "14 256 8 128 16 8"}
 PROMPT, NEW = 1024, 192
-ATTENTION = ("_fwd_kernel", "_fwd_grouped_kernel_stage1", "_fwd_kernel_stage2")
 BOUNDS = {"w8.full": 1.7, "w8.target": 1.7, "t1": 1.8}
 STEPS = {"w8.full": "full", "w8.target": "target", "t1": "target"}
 

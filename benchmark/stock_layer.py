@@ -13,7 +13,6 @@ Ours runs in a process that stays: one turn before each of stock's processes and
 import argparse
 import gzip
 import json
-import os
 import shlex
 import statistics
 import sys
@@ -22,7 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from stock_step import STEP, call
+from stock_step import ATTENTION, call, call_stock, step_ms
 
 from sgl_muse_mega.commands.layer.measured import Case
 from sgl_muse_mega.commands.layer.session import ArmSpec, Session
@@ -30,7 +29,6 @@ from sgl_muse_mega.commands.layer.session import ArmSpec, Session
 SIZES = (26, 14)  # layers of stock's models
 CONTEXT, TOKENS, ACCEPT_LENGTH = 1024, 256, 4.0
 PROFILED_TOKENS = 48
-ATTENTION = ("_fwd_kernel", "_fwd_grouped_kernel_stage1", "_fwd_kernel_stage2")
 ARM = "this"
 
 
@@ -43,14 +41,8 @@ def run_stock(folder: Path, rows: int, layers: int, profile: bool, timeout: floa
         if profile:
             engine += f" --profile {shlex.quote(traces)}"
         models = f"python3 make_models.py {model} {layers} 64 2 32 4 {max(rows, 2)}"
-        environment = {**os.environ, "STOCK_DIR": str(folder)}
-        environment.pop("PYTHONPATH", None)
-        script = f". ./device.sh && {models} && {engine}"
-        output = call(["bash", "-c", script], folder, timeout, environment)
-        steps = [float(ms) for ms in STEP.findall(output)]
-        if not steps:
-            raise RuntimeError(f"Stock SGLang printed no step time:\n{output[-3000:]}")
-        found: dict[str, Any] = {"rows": rows, "layers": layers, "ms": steps}
+        output = call_stock(f"{models} && {engine}", folder, timeout)
+        found: dict[str, Any] = {"rows": rows, "layers": layers, "ms": step_ms(output)}
         if profile:
             per_step = ACCEPT_LENGTH if rows > 1 else 1.0
             found["attention"] = attention_us(read_kernels(Path(traces)), layers * PROFILED_TOKENS / per_step)

@@ -75,11 +75,9 @@ def run_stock(
     with tempfile.TemporaryDirectory() as traces:
         if profile:
             engine += f" --profile {shlex.quote(traces)}"
-        script = f". ./device.sh && python3 make_models.py /tmp/stock_step {shape} && {engine}"
-        environment = {**os.environ, "STOCK_DIR": str(folder)}
-        environment.pop("PYTHONPATH", None)
+        script = f"python3 make_models.py /tmp/stock_step {shape} && {engine}"
         try:
-            output, problem = call(["bash", "-c", script], folder, timeout, environment), {}
+            output, problem = call_stock(script, folder, timeout), {}
         except CallError as error:
             if not STEP.search(error.output):
                 raise
@@ -89,16 +87,21 @@ def run_stock(
 
 def parse_stock(output: str, accept_length: float) -> dict[str, Any]:
     """The numbers in what the rival printed."""
-    steps = [float(ms) for ms in STEP.findall(output)]
-    if not steps:
-        raise RuntimeError(f"Stock SGLang printed no step time:\n{output[-3000:]}")
-    found: dict[str, Any] = {"ms": steps}
+    found: dict[str, Any] = {"ms": step_ms(output)}
     kernels = [(float(us), int(count), name) for us, count, name in KERNEL.findall(output)]
     if kernels:
         found["kernels"] = kernels
         attention = sum(us for us, _, name in kernels if name.strip() in ATTENTION)
         found["attention_ms"] = attention / (PROFILED_TOKENS / accept_length) / 1e3
     return found
+
+
+def step_ms(output: str) -> list[float]:
+    """ms per step of every repeat that the rival printed. Raises RuntimeError when there is none."""
+    steps = [float(ms) for ms in STEP.findall(output)]
+    if not steps:
+        raise RuntimeError(f"Stock SGLang printed no step time:\n{output[-3000:]}")
+    return steps
 
 
 class CallError(RuntimeError):
@@ -124,6 +127,13 @@ def call(command: list[str], folder: Path | None, timeout: float, environment: d
     if process.returncode != 0:
         raise CallError(f"{shlex.join(command)} failed", output)
     return output
+
+
+def call_stock(script: str, folder: Path, timeout: float) -> str:
+    """Output of a script in the rival's folder and environment."""
+    environment = {**os.environ, "STOCK_DIR": str(folder)}
+    environment.pop("PYTHONPATH", None)
+    return call(["bash", "-c", f". ./device.sh && {script}"], folder, timeout, environment)
 
 
 def summary(rounds: list[dict[str, Any]], attention_ms: float) -> dict[str, list[float]]:
