@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import preflight
 import rank_workers
 import torch
 
@@ -30,8 +31,10 @@ from sgl_muse_mega import results
 from sgl_muse_mega.config import TargetConfig
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.cuda import CudaMachine
+from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.mailbox import LoopBack, Mail
-from sgl_muse_mega.megakernel.peers import PeerMemory, StoreGroup
+from sgl_muse_mega.megakernel.peers import Group, PeerMemory, StoreGroup
+from sgl_muse_mega.megakernel.place import Place
 from sgl_muse_mega.megakernel.random_step import RandomStep, random_weights, spark_config
 from sgl_muse_mega.results import Figure
 
@@ -44,6 +47,7 @@ POINTS = {  # csrc/layer/points.cuh
 }
 FIGURES = {"exchange.reduce_8192.us": "o_proj, sum", "exchange.reduce_4096.us": "experts, sum"}  # at T = 8
 EXPERTS = 256
+READY_SECONDS = 240.0  # that a rank may take to compile, make its weights and connect
 
 
 def model(arguments: argparse.Namespace) -> tuple[TargetConfig, int]:
@@ -104,14 +108,16 @@ class Chain:
         return float(start.elapsed_time(end)) * 1e3 / replays
 
 
-def measure(group: StoreGroup, mail: Mail, machine: CudaMachine, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(machine: Machine, place: Place, arguments: argparse.Namespace, tell: rank_workers.Tell) -> None:
     """All rows of one rank: times in turn, and every replay's bits, with random pauses of the host."""
+    assert isinstance(machine, CudaMachine)
+    group, mail = place.group, place.mail
+    tell("gpu", torch.cuda.get_device_name(machine.device))
     config, local = model(arguments)
     weights = random_weights(
         config, arguments.seed, machine.device, first_expert=group.rank * local, local_experts=local,
         rank=group.rank, ranks=group.ranks,
     )  # fmt: skip
-    found: dict[str, Any] = {"rank": group.rank, "gpu": torch.cuda.get_device_name(machine.device), "cases": []}
     pauses = random.Random(arguments.seed + group.rank)
     for rows in arguments.rows:
         alone = Chain(arguments, weights, config, machine, LoopBack(group.ranks, group.rank), rows)
@@ -134,17 +140,17 @@ def measure(group: StoreGroup, mail: Mail, machine: CudaMachine, arguments: argp
                 group.gather(b"block")
         seconds, wrong = time.monotonic() - begin, int(joined.wrong)
         everybody = set(group.gather(joined.digest()))
-        found["cases"].append({
+        case = {
             "rows": rows, "us": times, "replays": arguments.replays, "other_bits": wrong, "seconds": seconds,
             "equal": wrong == 0 and len(everybody) == 1,
-        })  # fmt: skip
+        }  # fmt: skip
         if arguments.points:
-            found["cases"][-1]["points"] = each_point(group, mail, machine, arguments, weights, config, alone)
-    return found
+            case["points"] = each_point(group, mail, machine, arguments, weights, config, alone)
+        tell("case", case)
 
 
 def each_point(
-    group: StoreGroup, mail: Mail, machine: CudaMachine, arguments: argparse.Namespace, weights: Any,
+    group: Group, mail: Mail, machine: CudaMachine, arguments: argparse.Namespace, weights: Any,
     config: TargetConfig, alone: Chain,
 ) -> dict[str, list[float]]:  # fmt: skip
     """us of a layer in which one exchange point alone reaches the peers, less the layer in loop-back, in turns."""
@@ -186,7 +192,7 @@ def fail(
 
 
 def work(rank: int, port: int, arguments: argparse.Namespace, answer: Connection) -> None:
-    """One rank's process."""
+    """The process of one rank of those that are killed."""
     try:
         torch.cuda.set_device(rank)
         machine = CudaMachine(f"cuda:{rank}", deadline_seconds=arguments.deadline, defines=arguments.define)
@@ -194,39 +200,43 @@ def work(rank: int, port: int, arguments: argparse.Namespace, answer: Connection
         from cuda.bindings import driver  # after torch has made the context
 
         peers = PeerMemory(group, driver)
-        if arguments.failures:
-            answer.send(fail(group, peers.mail(), machine, arguments, answer))
-            os._exit(0)  # the context is lost
-        found = measure(group, peers.mail(), machine, arguments)
-        peers.close()
-        answer.send(found)
-    except UserError as error:
-        answer.send({"rank": rank, "error": str(error)})
+        answer.send(fail(group, peers.mail(), machine, arguments, answer))
+    except Exception as error:  # whatever it is, the run must hear of it
+        answer.send({"rank": rank, "sentence": f"before a rank was gone: {error}"})
+    os._exit(0)  # the context is lost
 
 
 def start(arguments: argparse.Namespace, port: int) -> list[tuple[Any, Connection]]:
     spawn, workers = multiprocessing.get_context("spawn"), []
     for rank in range(arguments.ranks):
         here, there = spawn.Pipe()
-        process = spawn.Process(target=work, args=(rank, port, arguments, there))
+        process = spawn.Process(target=work, args=(rank, port, arguments, there), daemon=True)
         process.start()
+        there.close()
         workers.append((process, here))
     return workers
 
 
 def costs(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Runs all ranks and prints a table; "failed" when a rank had an error or bits differ."""
-    answers, store = [], rank_workers.Store()
-    for process, pipe in start(arguments, store.port):
-        answers.append(pipe.recv())
-        process.join(30)
-    errors = [f"rank {a['rank']}: {a['error']}" for a in answers if "error" in a]
-    if errors:
-        print("\n".join(errors))
-        return {"failed": True, "errors": errors}
+    """Runs all ranks and prints a table; "failed" when a rank had a problem, rows are missing or bits differ."""
+    told = rank_workers.run_on_gpus(
+        measure, arguments, arguments.ranks, seconds=arguments.timeout, deadline=arguments.deadline,
+        defines=arguments.define,
+    )  # fmt: skip
+    return table(told, arguments)
+
+
+def table(told: rank_workers.Found, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Prints what all ranks have measured, and returns it."""
+    gpus = [next(iter(said), None) for said in told.of("gpu")]
+    answers: list[dict[str, Any]] = [
+        {"rank": rank, "gpu": gpu, "cases": cases}
+        for rank, (gpu, cases) in enumerate(zip(gpus, told.of("case"), strict=True))
+    ]
+    done = min(len(answer["cases"]) for answer in answers)
     print("rows  us/layer loop-back  with peers  exposed us per exchange  bits")
-    failed = False
-    for index, rows in enumerate(arguments.rows):
+    failed = bool(told.problems) or done < len(arguments.rows)
+    for index, rows in enumerate(arguments.rows[:done]):
         cases = [answer["cases"][index] for answer in answers]
         alone, joined = (max(statistics.median(c["us"][k]) for c in cases) for k in ("loop_back", "peers"))
         equal = all(c["equal"] for c in cases)
@@ -238,7 +248,10 @@ def costs(arguments: argparse.Namespace) -> dict[str, Any]:
             slower = max((c["points"][name] for c in cases), key=statistics.median)
             spread = f"{min(slower):.2f} .. {max(slower):.2f}"
             print(f"      {name:26s} alone reaches the peers: {statistics.median(slower):.2f} us exposed ({spread})")
-    return {"failed": failed, "ranks": answers}
+    if done < len(arguments.rows):
+        print(f"not measured: {', '.join(map(str, arguments.rows[done:]))} rows")
+    print("problems:", "; ".join(told.problems) or "none")
+    return {"failed": failed, "ranks": answers, "problems": told.problems}
 
 
 def failures(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -249,23 +262,39 @@ def failures(arguments: argparse.Namespace) -> dict[str, Any]:
         kill = signal.SIGKILL if turn % 2 == 0 else signal.SIGSTOP
         store = rank_workers.Store()
         workers = start(arguments, store.port)
-        for _, pipe in workers:
-            pipe.recv()
+        first = [answer(pipe, READY_SECONDS) for _, pipe in workers]
+        if set(map(str, first)) != {"ready"}:
+            stop(workers)
+            print(f"{kill.name}: not all ranks began: {first}", flush=True)
+            return {"failed": True, "runs": [*runs, {"signal": kill.name, "began": first}]}
         time.sleep(moments.random())
         os.kill(workers[-1][0].pid, kill)
         for process, pipe in workers[:-1]:
-            said = pipe.recv() if pipe.poll(arguments.deadline * 4) else {"sentence": "nothing"}
+            said = answer(pipe, arguments.deadline * 4)
             good = f"of rank {arguments.ranks - 1} (" in said.get("sentence", "")
             failed = failed or not good
             runs.append({"signal": kill.name, **said})
             print(f"{kill.name}: {said.get('sentence') or said}", flush=True)
             process.join(10)
-        workers[-1][0].kill()
-        workers[-1][0].join(10)
+        stop(workers)
     return {"failed": failed, "runs": runs}
 
 
-def main() -> int:
+def answer(pipe: Connection, seconds: float) -> Any:
+    """What a rank says within so many seconds."""
+    try:
+        return pipe.recv() if pipe.poll(seconds) else {"sentence": f"nothing within {seconds:.0f} s"}
+    except EOFError:
+        return {"sentence": "nothing, it ended"}
+
+
+def stop(workers: list[tuple[Any, Connection]]) -> None:
+    for process, _ in workers:
+        process.kill()
+        process.join(10)
+
+
+def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--share", type=int, default=4, help="each rank has the sizes of one rank of so many")
@@ -284,7 +313,13 @@ def main() -> int:
     parser.add_argument("--deadline", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    parser.add_argument("--timeout", type=float, default=540.0, help="seconds of the ranks, which keep what they had")
+    arguments = parser.parse_args(given)
+    preflight.need_ranks(arguments.ranks)
+    preflight.need_room_for(arguments.json)
+    if arguments.save:
+        results.check_writable()
+    preflight.need_gpus(arguments.ranks)
     found = failures(arguments) if arguments.failures else costs(arguments)
     chosen = {name: value for name, value in vars(arguments).items() if name != "json"}
     environment = results.environment(torch.cuda.get_device_name(0), ("python", "benchmark/exchange_check.py"))
@@ -308,4 +343,4 @@ def named_figures(found: dict[str, Any]) -> dict[str, Figure]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(preflight.guarded(main))

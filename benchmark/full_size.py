@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import preflight
 import stock_step
 import torch
 from full_size_case import BEGIN_AGAIN, Case, Options, equal_bits, late
@@ -34,6 +35,7 @@ from rank_workers import Tell, run_on_emulator, run_on_gpus
 
 from sgl_muse_mega import results
 from sgl_muse_mega.commands.build import HOPPER_SMS, instances
+from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.build import build_all
 from sgl_muse_mega.megakernel.decode_loop import DecodeLoop
 from sgl_muse_mega.megakernel.machine import Machine
@@ -135,8 +137,22 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return given
 
 
+def check(given: argparse.Namespace) -> None:
+    """Raises UserError for what would only be found out minutes later."""
+    preflight.need_ranks(given.ranks)
+    if not all(1 <= rows <= 16 for rows in given.rows):
+        raise UserError(f"A step has 1 to 16 rows, {given.rows} were asked for; change --rows.")
+    preflight.need_rival(given.stock, "run_engine.py")
+    preflight.need_room_for(given.json)
+    if given.save:
+        results.check_writable()
+    if not given.dry_run:
+        preflight.need_gpus(given.ranks)
+
+
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
+    check(given)
     start = time.monotonic()
     sizes = Sizes(3 if given.dry_run else given.layers, given.experts, tiny=given.dry_run)
     show, end = Show(start), start + given.timeout
@@ -189,4 +205,4 @@ def named(eight: dict[str, Any], content: dict[str, Any]) -> dict[str, Figure]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(preflight.guarded(main))

@@ -6,7 +6,7 @@ to the process that started it, so that a run which is cut off keeps what it had
 
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -52,16 +52,21 @@ def _store(port: int, *, holds: bool) -> Any:
     return TCPStore("127.0.0.1", port, None, holds, timedelta(seconds=300), wait_for_workers=False)
 
 
-def run_on_gpus(worker: Worker, options: Any, ranks: int, *, seconds: float, show: Tell | None = None) -> Found:
+def run_on_gpus(
+    worker: Worker, options: Any, ranks: int, *, seconds: float, deadline: float = DEADLINE_SECONDS,
+    show: Tell | None = None, defines: Sequence[str] = (),
+) -> Found:  # fmt: skip
     """Runs the worker on GPUs 0 .. ranks - 1 for at most `seconds`, then ends what is left.
 
-    show: called for what rank 0 tells, as it comes.
+    deadline: of waits in the kernels. show: called for what rank 0 tells, as it comes. defines: macros for the kernels.
     """
     spawn, store, end = multiprocessing.get_context("spawn"), Store(), time.monotonic() + seconds
     found, processes, pipes = Found([[] for _ in range(ranks)]), [], {}
     for rank in range(ranks):
         here, there = spawn.Pipe(duplex=False)
-        process = spawn.Process(target=_process, args=(worker, options, rank, ranks, store.port, there), daemon=True)
+        process = spawn.Process(
+            target=_process, args=(worker, options, rank, ranks, store.port, deadline, defines, there), daemon=True
+        )
         process.start()
         there.close()
         processes.append(process)
@@ -74,6 +79,10 @@ def run_on_gpus(worker: Worker, options: Any, ranks: int, *, seconds: float, sho
                     kind, content = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
                     del pipes[pipe]  # type: ignore[arg-type]
+                    processes[rank].join(10)
+                    code = processes[rank].exitcode
+                    if code and not any(text.startswith(f"rank {rank}: ") for text in found.problems):
+                        found.problems.append(f"rank {rank} ended with code {code}")  # the others would wait for it
                     continue
                 if kind == "problem":
                     found.problems.append(f"rank {rank}: {content}")
@@ -82,7 +91,7 @@ def run_on_gpus(worker: Worker, options: Any, ranks: int, *, seconds: float, sho
                     if show and rank == 0:
                         show(kind, content)
             if found.problems:
-                end = min(end, time.monotonic() + 3 * DEADLINE_SECONDS)  # for the others' sentences
+                end = min(end, time.monotonic() + 3 * deadline)  # for the others' sentences
         if pipes and not found.problems:
             late = ", ".join(str(rank) for rank in pipes.values())
             found.problems.append(f"not done within {seconds:.0f} s: rank {late}")
@@ -118,7 +127,10 @@ def run_on_emulator(worker: Worker, options: Any, ranks: int, *, show: Tell | No
     return found
 
 
-def _process(worker: Worker, options: Any, rank: int, ranks: int, port: int, answer: Connection) -> None:
+def _process(
+    worker: Worker, options: Any, rank: int, ranks: int, port: int, deadline: float, defines: Sequence[str],
+    answer: Connection,
+) -> None:  # fmt: skip
     import torch
 
     from sgl_muse_mega.megakernel.peers import DECODE_ARENA_BYTES, PeerMemory, StoreGroup
@@ -128,7 +140,7 @@ def _process(worker: Worker, options: Any, rank: int, ranks: int, port: int, ans
 
     try:
         torch.cuda.set_device(rank)
-        machine = CudaMachine(f"cuda:{rank}")
+        machine = CudaMachine(f"cuda:{rank}", deadline_seconds=deadline, defines=defines)
         group = StoreGroup(client(port), rank, ranks)
         from cuda.bindings import driver  # after torch has made the context
 

@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import preflight
 import serve_cases
 import serve_texts
 import serve_times
@@ -89,12 +90,26 @@ START = time.monotonic()
 FIGURES = {"serve.w8.ratio_stock": "w8.full", "serve.t1.ratio_stock": "t1"}  # of servers with one GPU
 
 
-def main() -> int:
+def check(options: argparse.Namespace, parts: list[str]) -> None:
+    """Raises UserError for what would only be found out when servers are up, or would measure something else."""
+    from sgl_muse_mega import results
+
+    preflight.need_known("--parts", parts, ("text", "time"))
+    preflight.need_known("--arms", options.arms.split(","), ("target", "full", "fp8", "t1"))
+    preflight.need_known("--pairs", options.pairs.split(","), tuple(serve_times.STEPS))
+    preflight.need_rival(options.stock)
+    preflight.need_room_for(options.json)
+    if options.save:
+        results.check_writable()
+    preflight.need_gpus(options.tp)
+
+
+def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stock", type=Path, required=True, help="folder of the rival's scripts and packages")
     parser.add_argument("--parts", default="text,time")
     parser.add_argument("--problems", type=int, default=100)
-    parser.add_argument("--tp", type=int, default=1, help="GPUs of every server")
+    parser.add_argument("--tp", type=int, default=1, choices=tuple(serve_times.SHAPES), help="GPUs of every server")
     parser.add_argument("--draws", type=int, default=600, help="sampled requests of T07 for each server")
     parser.add_argument("--arms", default="target,full,fp8,t1", help="of the part text")
     parser.add_argument("--pairs", default="w8.full,w8.target,t1", help="what the part time compares")
@@ -104,11 +119,12 @@ def main() -> int:
     parser.add_argument("--keep-cache", type=Path, help="file for what SGLang compiled, to be its next cache.tar.xz")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--save", action="store_true", help="write the results and, of one GPU, the figures")
-    options = parser.parse_args()
+    options = parser.parse_args(given)
+    parts = options.parts.split(",")
+    check(options, parts)
     stock = options.stock.resolve()
     options.logs.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {"near_tie_nats": serve_texts.NEAR_TIE, "shape": serve_times.SHAPES[options.tp]}
-    parts = options.parts.split(",")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end with this process
     with tempfile.TemporaryDirectory() as folder:
         for part in parts:
@@ -155,4 +171,4 @@ def save(record: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(preflight.guarded(main))

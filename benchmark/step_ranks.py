@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import preflight
 import stock_step
 import torch
 from full_size_case import begin
@@ -154,21 +155,27 @@ def judge_texts(found: Found) -> dict[str, Any]:
     return summary
 
 
-def judge_times(found: Found, arguments: argparse.Namespace, left: float) -> dict[str, Any]:
-    """The slowest rank's step, and stock SGLang's in the same run."""
+def judge_times(found: Found, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The slowest rank's step."""
     ours = max((t for rank in found.of("times") for t in rank), key=lambda t: statistics.median(t["step_us"]))
     ms = (statistics.median(ours["step_us"]) + statistics.median(ours["gap_us"])) / 1e3
     print(f"{arguments.layers} layers, {arguments.ranks} ranks, width {WIDTH}: {ms:.3f} ms per step")
-    summary: dict[str, Any] = {**ours, "ms": ms}
-    if arguments.stock:
+    return {**ours, "ms": ms}
+
+
+def beside_stock(ms: float, arguments: argparse.Namespace, left: float) -> dict[str, Any]:
+    """Stock SGLang's step in the same run and its ratios to ours of `ms`; or why there is none."""
+    try:
         rival = stock_step.run_stock(
             arguments.stock.resolve(), arguments.accept_length, 256, True, left, ranks=arguments.ranks,
             shape=stock_step.stock_shape(arguments.layers, arguments.ranks),
         )  # fmt: skip
-        ratios = [stock / ms for stock in rival["ms"]]
-        print(f"stock: {', '.join(f'{each:.3f}' for each in rival['ms'])} ms per step, {ratios[0]:.3f} times ours")
-        summary |= {"stock": rival, "ratio": ratios}
-    return summary
+    except RuntimeError as error:
+        print(f"stock, left out: {error}")
+        return {"stock": {"left_out": str(error)}}
+    ratios = [stock / ms for stock in rival["ms"]]
+    print(f"stock: {', '.join(f'{each:.3f}' for each in rival['ms'])} ms per step, {ratios[0]:.3f} times ours")
+    return {"stock": rival, "ratio": ratios}
 
 
 def compile_all(options: Options, ranks: int) -> None:
@@ -201,6 +208,13 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--save", action="store_true", help="write the results and the figure tp2.w8.ratio_stock")
     arguments = parser.parse_args(given)
+    preflight.need_ranks(arguments.ranks)
+    preflight.need_rival(arguments.stock, "run_engine.py")
+    preflight.need_room_for(arguments.json)
+    if arguments.save:
+        results.check_writable()
+    if not arguments.dry_run:
+        preflight.need_gpus(arguments.ranks)
     start = time.monotonic()
     layers = 3 if arguments.dry_run and arguments.layers else arguments.layers
     options = Options(
@@ -218,13 +232,21 @@ def main(given: list[str] | None = None) -> int:
         content["texts"] = judge_texts(found)
         content["failed"] |= content["texts"]["failed"]
     if arguments.layers and all(found.of("times")):
-        content["times"] = judge_times(found, arguments, arguments.timeout - (time.monotonic() - start))
+        content["times"] = judge_times(found, arguments)
     print("problems:", "; ".join(found.problems) or "none")
     gpu = None if arguments.dry_run else torch.cuda.get_device_name(0)
     environment = results.environment(gpu, ("python", "benchmark/step_ranks.py"))
     content["options"] = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()}
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"environment": environment, **content}, indent=1))
+
+    def write() -> None:
+        if arguments.json:
+            arguments.json.write_text(json.dumps({"environment": environment, **content}, indent=1))
+
+    write()  # whatever becomes of the rival
+    if arguments.stock and "times" in content:
+        left = arguments.timeout - (time.monotonic() - start)
+        content["times"] |= beside_stock(content["times"]["ms"], arguments, left)
+        write()
     if arguments.save and not arguments.dry_run:
         ratio = content.get("times", {}).get("ratio")
         standard = (arguments.ranks, arguments.layers) == (2, 14) and ratio and not content["failed"]
@@ -234,4 +256,4 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(preflight.guarded(main))

@@ -1,8 +1,13 @@
 """The benchmarks over several ranks at tiny sizes on the emulator, and what they do with a rank that fails."""
 
+import argparse
 import json
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +17,7 @@ from sgl_muse_mega.errors import UserError
 BENCHMARK = Path(__file__).parents[2] / "benchmark"
 sys.path.insert(0, str(BENCHMARK))
 
+import exchange_check  # noqa: E402
 import full_size  # noqa: E402
 import full_size_report  # noqa: E402
 import full_size_scaling  # noqa: E402
@@ -159,3 +165,91 @@ def test_a_rank_that_fails_ends_the_run() -> None:
     assert len(found.problems) == 1
     assert found.problems[0].startswith("rank 0: ")
     assert found.told == [[]]
+
+
+def waits(_machine: object, place: Any, *_: object) -> None:
+    if place.rank == 0:
+        os._exit(7)
+    time.sleep(60)
+
+
+def test_a_rank_that_is_gone_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a word from it, and long before the others' own deadlines."""
+    monkeypatch.setattr(rank_workers, "_process", silent)
+    start = time.monotonic()
+    found = rank_workers.run_on_gpus(waits, None, 2, seconds=120, deadline=0.5)
+    assert found.problems == ["rank 0 ended with code 7"]
+    assert time.monotonic() - start < 40
+
+
+def silent(worker: Any, _options: Any, rank: int, *_: Any) -> None:
+    worker(None, SimpleNamespace(rank=rank))
+
+
+def test_a_rival_that_fails_costs_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = argparse.Namespace(stock=rival(tmp_path, ""), accept_length=4.0, ranks=2, layers=14)
+    assert step_ranks.beside_stock(40000.0, given, 60.0)["ratio"] == pytest.approx([2.0, 2.0, 2.0], rel=1e-3)
+    (tmp_path / "run_engine.py").write_text("raise SystemExit('no memory')")
+    found = step_ranks.beside_stock(40000.0, given, 60.0)
+    assert set(found) == {"stock"}
+    assert "no memory" in found["stock"]["left_out"]
+    assert "no memory" in capsys.readouterr().out
+
+
+def test_the_exchange_check_keeps_the_rows_that_it_had(capsys: pytest.CaptureFixture[str]) -> None:
+    def case(rows: int, us: float, equal: bool = True) -> tuple[str, Any]:
+        times = {"loop_back": [100.0], "peers": [100.0 + us]}
+        points = {name: [us] for name in exchange_check.POINTS}
+        return "case", {"rows": rows, "us": times, "equal": equal, "points": points}
+
+    def given(*rows: int) -> argparse.Namespace:
+        return argparse.Namespace(rows=list(rows), replays=100, points=True)
+
+    told = [[("gpu", "GPU 0"), case(8, 4.0), case(1, 2.0)], [("gpu", "GPU 1"), case(8, 8.0)]]
+    found = exchange_check.table(rank_workers.Found(told, ["rank 1: out of memory"]), given(8, 1))
+    printed = capsys.readouterr().out
+    assert found["failed"]
+    assert [len(rank["cases"]) for rank in found["ranks"]] == [2, 1]
+    for line in ("2.00  equal in 100 replays", "not measured: 1 rows", "rank 1: out of memory"):
+        assert line in printed
+    assert exchange_check.named_figures(found) == {}
+    whole = exchange_check.table(rank_workers.Found([told[0][:2], told[1]]), given(8))
+    assert not whole["failed"]
+    assert {figure.median for figure in exchange_check.named_figures(whole).values()} == {8.0}
+    differs = rank_workers.Found([told[0][:2], [told[1][0], case(8, 1.0, equal=False)]])
+    assert exchange_check.table(differs, given(8))["failed"]
+    nothing = exchange_check.table(rank_workers.Found([[], []], ["rank 0: no GPU"]), given(8))
+    assert nothing["failed"]
+    assert nothing["ranks"][0] == {"rank": 0, "gpu": None, "cases": []}
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "said"),
+    [
+        ("full_size.py", [], "needs 4 GPUs and torch finds 0"),
+        ("full_size.py", ["--ranks", "3"], "1, 2, 4 or 8 ranks, 3 were asked for"),
+        ("full_size.py", ["--rows", "8,17"], "1 to 16 rows"),
+        ("full_size.py", ["--stock", "."], "it has no device.sh and no make_models.py and no run_engine.py"),
+        ("full_size.py", ["--json", "absent/full.json"], "absent/full.json cannot be written"),
+        ("step_ranks.py", [], "needs 2 GPUs and torch finds 0"),
+        ("step_ranks.py", ["--stock", "absent"], "absent is not the rival's folder"),
+        ("exchange_check.py", ["--failures", "2"], "needs 2 GPUs and torch finds 0"),
+        ("exchange_check.py", ["--json", "."], "a file in a folder that there is"),
+        ("serve_check.py", ["--stock", "rival", "--tp", "2"], "needs 2 GPUs and torch finds 0"),
+        ("serve_check.py", ["--stock", "rival", "--parts", "texts"], "does not know 'texts'; it takes text, time"),
+        ("serve_check.py", ["--stock", "rival", "--arms", "full,half"], "--arms does not know 'half'"),
+        ("serve_check.py", ["--stock", "rival", "--pairs", "w8"], "--pairs does not know 'w8'"),
+    ],
+)
+def test_a_run_that_cannot_end_well_does_not_begin(script: str, words: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "rival").mkdir()
+    rival(tmp_path / "rival", "")
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARK.parent), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(BENCHMARK / script), *words]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
