@@ -7,9 +7,9 @@
 #
 # Without --model: random weights at Muse Spark's sizes, in folders that stock_models.py writes from the shape
 # "layers experts top-k heads kv-heads width"; the default is 14 layers with one rank of four on every GPU (--tp 1, 2 or
-# 4). The plugin runs on several GPUs only with SGLANG_MUSE_MEGA_EXPERIMENTAL_TP=1. --stock is the folder of SGLang's packages for machines without network; leave
-# it out where SGLang is installed and --model is given. --draft "" decodes without a draft. Servers listen on 127.0.0.1
-# alone, and end with this script.
+# 4). The plugin runs on several GPUs only with SGLANG_MUSE_MEGA_EXPERIMENTAL_TP=1, which must be set for --tp above 1.
+# --stock is the folder of SGLang's packages for machines without network; leave it out where SGLang is installed and
+# --model is given. --draft "" decodes without a draft. Servers listen on 127.0.0.1 alone, and end with this script.
 # DIR gets every server's log, every benchmark's record and, last, compare.json. Exit status 1 when a server did not
 # come up in time or ended, or a benchmark failed.
 set -euo pipefail
@@ -24,12 +24,25 @@ while [ $# -gt 0 ]; do
             printf -v "${1#--}" %s "$2"
             shift 2
             ;;
+        --help | -h) sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//; p}' "$0"; exit 0 ;;
         --) shift; break ;;
         *) echo "error: unknown option $1; see the head of $0" >&2; exit 2 ;;
     esac
 done
 [ -n "$out" ] || { echo "error: --out is missing; see the head of $0" >&2; exit 2; }
 [ -n "$model$stock" ] || { echo "error: give --model, or --stock for random weights" >&2; exit 2; }
+
+for number in tp rounds timeout port; do
+    [[ ${!number} =~ ^[1-9][0-9]*$ ]] || { echo "error: --$number needs a number, not '${!number}'" >&2; exit 2; }
+done
+if [ "$tp" -gt 1 ] && [ "${SGLANG_MUSE_MEGA_EXPERIMENTAL_TP:-}" != 1 ]; then
+    echo "error: with --tp $tp the plugin would be refused after stock was measured; set SGLANG_MUSE_MEGA_EXPERIMENTAL_TP=1" >&2
+    exit 2
+fi
+if [ -n "$stock" ] && ! { [ -f "$stock/device.sh" ] && [ -f "$stock/make_models.py" ]; }; then
+    echo "error: $stock is not the rival's folder, it lacks device.sh or make_models.py; change --stock" >&2
+    exit 2
+fi
 
 [ -n "$shape" ] || shape="14 $((64 * tp)) $((2 * tp)) $((32 * tp)) $((4 * tp)) 8"
 mkdir -p "$out"

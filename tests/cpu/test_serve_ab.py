@@ -59,6 +59,7 @@ def run(tmp_path: Path, how: str, *more: str, port: int | None = None) -> Any:
     command = ["bash", str(ROOT / "benchmark" / "serve_ab.sh"), "--out", str(tmp_path / "out"), "--model", "real"]
     command += ["--port", str(port or free_port()), *more, *bench]
     environment = {**os.environ, "SERVE_AB_SERVER": f"{sys.executable} {server}", "PATH": PROGRAMS}
+    environment["SGLANG_MUSE_MEGA_EXPERIMENTAL_TP"] = "1"
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     servers = [json.loads(line) for line in record.read_text().splitlines()]
     return SimpleNamespace(
@@ -133,13 +134,31 @@ def test_somebody_elses_server_is_not_measured(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--out"], "--out needs a value"), (["--x"], "unknown option --x"), (["--out", "o"], "give --model, or --stock")],
+    [
+        (["--out"], "--out needs a value"),
+        (["--x"], "unknown option --x"),
+        (["--out", "o"], "give --model, or --stock"),
+        (["--out", "o", "--model", "m", "--tp", "2"], "set SGLANG_MUSE_MEGA_EXPERIMENTAL_TP=1"),
+        (["--out", "o", "--model", "m", "--tp", "x"], "--tp needs a number, not 'x'"),
+        (["--out", "o", "--stock", "absent"], "absent is not the rival's folder"),
+    ],
 )
 def test_wrong_use(words: list[str], said: str, tmp_path: Path) -> None:
     command = ["bash", str(ROOT / "benchmark" / "serve_ab.sh"), *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help() -> None:
+    command = ["bash", str(ROOT / "benchmark" / "serve_ab.sh"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stdout.startswith("Stock SGLang and SGLang with the plugin")
+    assert "--out DIR" in done.stdout
+    assert "set -euo" not in done.stdout
 
 
 def test_server_arguments() -> None:
