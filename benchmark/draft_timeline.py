@@ -34,6 +34,7 @@ from sgl_muse_mega.megakernel.draft_protocol import POINTS
 from sgl_muse_mega.megakernel.draft_scratch import DecodeState
 from sgl_muse_mega.megakernel.draft_step import DraftStep
 from sgl_muse_mega.megakernel.draft_weights import KernelDraft, prepare_draft
+from sgl_muse_mega.megakernel.instance import row_cap_of
 from sgl_muse_mega.megakernel.random_step import spark_config
 from sgl_muse_mega.megakernel.scratch import StepInputs
 from sgl_muse_mega.speculative.sampling import SamplingParams
@@ -52,7 +53,7 @@ class Block:
     def build(
         cls, machine: CudaMachine, config: DraftConfig, weights: KernelDraft, ends: TargetEnds, rows: int, trace: bool
     ) -> "Block":
-        device, row_cap = machine.device, 8 if rows <= 8 else 16
+        device, row_cap = machine.device, row_cap_of(rows)
         inputs = StepInputs.allocate(row_cap, CONTEXT + row_cap, device)
         inputs.token_ids.fill_(5)
         inputs.length.fill_(CONTEXT)
@@ -120,7 +121,7 @@ def main() -> int:
     machine = CudaMachine()
     target = spark_config(14, heads=32, vocab_size=202048)
     config, ends = spark_draft(target), TargetEnds.of(target)
-    row_cap = 8 if arguments.rows <= 8 else 16
+    row_cap = row_cap_of(arguments.rows)
     plain = DraftInstance.for_config(config, ends, row_cap=row_cap, sms=machine.sms)
     build_all([plain, dataclasses.replace(plain, trace=True)])
     shape = (config.vocab_size, config.hidden_size)

@@ -31,6 +31,7 @@ from sgl_muse_mega import results
 from sgl_muse_mega.config import TargetConfig
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.cuda import CudaMachine
+from sgl_muse_mega.megakernel.instance import row_cap_of
 from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.mailbox import LoopBack, Mail
 from sgl_muse_mega.megakernel.peers import Group, PeerMemory, StoreGroup
@@ -64,7 +65,7 @@ class Chain:
                  mail: Mail, rows: int) -> None:  # fmt: skip
         self.rows, self.machine = rows, machine
         self.case = RandomStep.create(
-            config, weights, machine, row_cap=8 if rows <= 8 else 16, max_context=arguments.context, kv_dtype="fp8",
+            config, weights, machine, row_cap=row_cap_of(rows), max_context=arguments.context, kv_dtype="fp8",
             mail=mail,
         )  # fmt: skip
         self.case.fill(arguments.context, arguments.seed)

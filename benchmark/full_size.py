@@ -34,10 +34,11 @@ from full_size_report import against_goal, against_stock, report
 from rank_workers import Tell, run_on_emulator, run_on_gpus
 
 from sgl_muse_mega import results
-from sgl_muse_mega.commands.build import HOPPER_SMS, instances
+from sgl_muse_mega.commands.build import instances
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel.build import build_all
 from sgl_muse_mega.megakernel.decode_loop import DecodeLoop
+from sgl_muse_mega.megakernel.instance import HOPPER_SMS, row_cap_of
 from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.place import Place
 from sgl_muse_mega.results import Figure
@@ -58,7 +59,7 @@ def work(machine: Machine, place: Place, options: Options, tell: Tell) -> None:
     for rows in options.rows:
         if late(place, options):
             return
-        cap = 8 if rows <= 8 else 16
+        cap = row_cap_of(rows)
         if cap not in loops:
             loops[cap] = model.loop(machine, place, cap, options.context, (BEGIN_AGAIN + options.repeats + 8) * cap)
             memory(machine, tell, f"steps of up to {cap} rows")

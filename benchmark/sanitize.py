@@ -23,6 +23,7 @@ from sgl_muse_mega.commands.text import Text
 from sgl_muse_mega.config import load_draft_config, load_target_config
 from sgl_muse_mega.megakernel.cuda import CudaMachine
 from sgl_muse_mega.megakernel.decode_backend import decode_backend
+from sgl_muse_mega.megakernel.instance import row_cap_of
 from sgl_muse_mega.megakernel.random_step import RandomStep, random_weights, tiny_config
 from sgl_muse_mega.speculative.generate import generate
 from sgl_muse_mega.speculative.sampling import SamplingParams
@@ -36,9 +37,7 @@ def check_layers(machine: CudaMachine) -> int:
     for nvfp4, kv_dtype, rows in ((True, "bf16", 3), (True, "fp8", 16), (False, "bf16", 8)):
         config = tiny_config(nvfp4=nvfp4)
         weights = random_weights(config, 1, machine.device)
-        case = RandomStep.create(
-            config, weights, machine, row_cap=8 if rows <= 8 else 16, max_context=70, kv_dtype=kv_dtype
-        )
+        case = RandomStep.create(config, weights, machine, row_cap=row_cap_of(rows), max_context=70, kv_dtype=kv_dtype)
         bad = [result.name for _, result in check_case(case, rows, 65, rows) if not result.passed]
         print(f"layers: nvfp4 {nvfp4}, {kv_dtype} cache, {rows} rows: {len(bad)} stages differ {bad[:3]}", flush=True)
         failures += len(bad)

@@ -11,6 +11,7 @@ from sgl_muse_mega.config import load_draft_config, load_target_config
 from sgl_muse_mega.megakernel.backend import KernelBackend
 from sgl_muse_mega.megakernel.decode_backend import decode_backend
 from sgl_muse_mega.megakernel.decode_loop import DecodeLoop
+from sgl_muse_mega.megakernel.instance import row_cap_of
 from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.speculative.backend import Backend, StepBackend
 from sgl_muse_mega.speculative.generate import Generation, StepEvent, generate
@@ -53,7 +54,7 @@ class Pair:
 
     def loop(self, width: int) -> DecodeLoop:
         """The steps that are compiled for this width."""
-        return self.loops[8 if width <= 8 else 16]
+        return self.loops[row_cap_of(width)]
 
     def run(
         self, ids: list[int], params: SamplingParams, width: int, *, host: bool = False, limit: int = NEW_TOKENS,

@@ -30,7 +30,7 @@ from sgl_muse_mega import results
 from sgl_muse_mega.checkpoint import tiny
 from sgl_muse_mega.checkpoint.draft import load_draft
 from sgl_muse_mega.checkpoint.target import load_target
-from sgl_muse_mega.commands.build import HOPPER_SMS, instances
+from sgl_muse_mega.commands.build import instances
 from sgl_muse_mega.commands.problems import read_problems
 from sgl_muse_mega.commands.step_times import WARM_UP, timed_steps
 from sgl_muse_mega.commands.text import Text
@@ -38,6 +38,7 @@ from sgl_muse_mega.config import load_draft_config, load_target_config
 from sgl_muse_mega.megakernel.build import build_all
 from sgl_muse_mega.megakernel.decode_backend import decode_backend
 from sgl_muse_mega.megakernel.decode_loop import DecodeLoop
+from sgl_muse_mega.megakernel.instance import HOPPER_SMS
 from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.place import Place
 from sgl_muse_mega.results import Figure

@@ -18,6 +18,7 @@ from sgl_muse_mega.commands.layer.measured import Case, of_roof
 from sgl_muse_mega.commands.layer.session import ArmSpec, Session
 from sgl_muse_mega.commands.roof import ROOF_GB_S
 from sgl_muse_mega.errors import UserError
+from sgl_muse_mega.megakernel.instance import row_cap_of
 from sgl_muse_mega.results import Figure
 
 BASE, CONTROL = "this", "control"
@@ -151,8 +152,8 @@ def measure(session: Session, options: Options) -> list[Case]:
 def check(session: Session, options: Options) -> dict[str, Any]:
     """Bits of every arm; stages against the reference for the first arm, and for those with other bits."""
     found: dict[str, Any] = {"bits": session.ask_all_rows("bits", options.rows), "stages": {}}
-    for cap in sorted({8 if rows <= 8 else 16 for rows in options.rows}):
-        rows = max(r for r in options.rows if (r <= 8) == (cap == 8))
+    for cap in sorted({row_cap_of(rows) for rows in options.rows}):
+        rows = max(r for r in options.rows if row_cap_of(r) == cap)
         digests = {name: bits["digest"] for name, bits in found["bits"][str(rows)].items()}
         seen: dict[str, str] = {}
         for name, digest in digests.items():

@@ -14,16 +14,13 @@ from sgl_muse_mega.config import DraftConfig, TargetConfig, check_pair, load_dra
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel import inspection
 from sgl_muse_mega.megakernel.accept_instance import AcceptInstance
-from sgl_muse_mega.megakernel.backend import ROW_CAPS
 from sgl_muse_mega.megakernel.build import ARCHITECTURES, HOPPER, Artifact, build
 from sgl_muse_mega.megakernel.compiled import Compiled
 from sgl_muse_mega.megakernel.draft_instance import DraftInstance, TargetEnds
 from sgl_muse_mega.megakernel.inspection import MachineCode
-from sgl_muse_mega.megakernel.instance import Instance
+from sgl_muse_mega.megakernel.instance import HOPPER_SMS, ROW_CAPS, Instance
 from sgl_muse_mega.megakernel.server_instance import ServerInstance
 from sgl_muse_mega.toolchain import cache_directory, find_nvdisasm
-
-HOPPER_SMS = 132
 
 
 def instances(

@@ -10,14 +10,12 @@ from torch import Tensor
 from sgl_muse_mega.checkpoint.weights import DraftWeights, TargetWeights
 from sgl_muse_mega.config import DraftConfig, TargetConfig, check_pair
 from sgl_muse_mega.megakernel.graph import StepGraphs
-from sgl_muse_mega.megakernel.instance import MAX_ROWS
+from sgl_muse_mega.megakernel.instance import MAX_ROWS, row_cap_of
 from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.step import CACHE_DTYPES, Step
 from sgl_muse_mega.megakernel.torch_draft import TorchDraft
 from sgl_muse_mega.megakernel.weights import prepare
 from sgl_muse_mega.speculative.backend import DraftBlock, check_prompt, check_rows
-
-ROW_CAPS = (8, 16)
 
 Container = TypeVar("Container", bound=TargetWeights | DraftWeights)
 
@@ -138,7 +136,7 @@ class KernelBackend:
         self._pending_taps = None
 
     def _step(self, rows: int) -> Step:
-        cap = next(cap for cap in ROW_CAPS if rows <= cap)
+        cap = row_cap_of(rows)
         if cap not in self._steps:
             step = Step(
                 self._config, self._weights, self._machine, row_cap=cap, max_context=self._max_context,

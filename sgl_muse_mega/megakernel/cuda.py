@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from sgl_muse_mega.errors import UserError
+from sgl_muse_mega.megakernel import driver as cuda_driver
 from sgl_muse_mega.megakernel.build import HOPPER, Progress, build, quiet
 from sgl_muse_mega.megakernel.compiled import Compiled
+from sgl_muse_mega.megakernel.driver import checked
 from sgl_muse_mega.megakernel.machine import Boxes
 from sgl_muse_mega.megakernel.protocol import RECORD_WORDS, FaultRecord
 from sgl_muse_mega.megakernel.step import Step
@@ -20,40 +22,21 @@ TARGETS: Mapping[tuple[int, int], str] = {(9, 0): HOPPER}
 """What nvcc compiles for a compute capability; those that have run."""
 
 
-def _driver() -> Any:
-    try:
-        from cuda.bindings import driver  # type: ignore[import-untyped, unused-ignore]
-    except ImportError as error:
-        raise UserError(
-            "The kernels are launched through cuda-bindings, which is not installed; "
-            "run `pip install 'sgl-muse-mega[cuda]'`."
-        ) from error
-    return driver
-
-
-def _checked(result: tuple[Any, ...], what: str) -> Any:
-    """Unpacks a driver call. Raises UserError unless it succeeded."""
-    code, *values = result
-    if int(code) != 0:
-        raise UserError(f"The CUDA driver could not {what}: {code.name}.")
-    return values[0] if len(values) == 1 else values
-
-
 class CudaModule:
     """One compiled instance, loaded eagerly: a lazy load would wait for kernels that spin."""
 
     def __init__(self, path: Path, instance: Compiled) -> None:
-        driver = self._driver = _driver()
+        driver = self._driver = cuda_driver.driver()
         self._instance = instance
         image = path.read_bytes()
-        self._module = _checked(driver.cuModuleLoadData(image), f"load {path}")
+        self._module = checked(driver.cuModuleLoadData(image), f"load {path}")
         self._functions: dict[str, Any] = {}
         shared = instance.shared_offsets["SHARED_BYTES"]
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         for name in instance.kernels:
-            function = _checked(driver.cuModuleGetFunction(self._module, name.encode()), f"find {name}")
-            _checked(driver.cuFuncSetAttribute(function, attribute, shared), f"give {name} {shared} bytes of memory")
-            blocks = _checked(
+            function = checked(driver.cuModuleGetFunction(self._module, name.encode()), f"find {name}")
+            checked(driver.cuFuncSetAttribute(function, attribute, shared), f"give {name} {shared} bytes of memory")
+            blocks = checked(
                 driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, instance.threads, shared), "ask occupancy"
             )
             if blocks < 1:
@@ -77,7 +60,7 @@ class CudaModule:
         config.attrs = [attribute]
         config.numAttrs = 1
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        _checked(
+        checked(
             driver.cuLaunchKernelEx(config, self._functions[kernel], ctypes.addressof(pointers), 0), f"launch {kernel}"
         )
 
@@ -120,8 +103,8 @@ class CudaMachine:
         return CudaModule(artifact.path, instance)
 
     def describe_boxes(self, boxes: Boxes) -> bytes:
-        driver = _driver()
-        described = _checked(
+        driver = cuda_driver.driver()
+        described = checked(
             driver.cuTensorMapEncodeTiled(
                 driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT64,
                 3,

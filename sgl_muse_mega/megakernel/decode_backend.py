@@ -7,7 +7,7 @@ from sgl_muse_mega.checkpoint.draft_share import share_draft
 from sgl_muse_mega.checkpoint.weights import DraftWeights, TargetWeights
 from sgl_muse_mega.config import DraftConfig, TargetConfig, check_pair
 from sgl_muse_mega.megakernel.accept_step import AcceptStep
-from sgl_muse_mega.megakernel.backend import ROW_CAPS, to_device
+from sgl_muse_mega.megakernel.backend import to_device
 from sgl_muse_mega.megakernel.build import Progress, quiet
 from sgl_muse_mega.megakernel.decode_loop import DecodeLoop
 from sgl_muse_mega.megakernel.decode_step import DecodeStep
@@ -15,7 +15,7 @@ from sgl_muse_mega.megakernel.draft_instance import DraftInstance, TargetEnds
 from sgl_muse_mega.megakernel.draft_scratch import DecodeState
 from sgl_muse_mega.megakernel.draft_step import DraftStep
 from sgl_muse_mega.megakernel.draft_weights import KernelDraft, prepare_draft
-from sgl_muse_mega.megakernel.instance import Instance
+from sgl_muse_mega.megakernel.instance import Instance, row_cap_of
 from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.place import Place
 from sgl_muse_mega.megakernel.step import CACHE_DTYPES, Step
@@ -81,7 +81,7 @@ def assemble(
 ) -> DecodeLoop:
     """The same from weights in kernel order, the rank's share. Position i lives in slot i + 1 of every cache."""
     device = machine.device
-    row_cap = next(cap for cap in ROW_CAPS if width <= cap)
+    row_cap = row_cap_of(width)
     mail = place.mail if place else None
     taps = tuple(draft_config.target_layer_ids) if draft_config else ()
     step = Step(

@@ -7,7 +7,7 @@ from typing import ClassVar
 from sgl_muse_mega.config import DraftConfig, TargetConfig
 from sgl_muse_mega.errors import UserError
 from sgl_muse_mega.megakernel import draft_protocol
-from sgl_muse_mega.megakernel.instance import HOPPER_SHARED_BYTES, LOG2_E
+from sgl_muse_mega.megakernel.instance import HOPPER_SHARED_BYTES, LOG2_E, ROW_CAPS
 from sgl_muse_mega.megakernel.tiling import (
     BLOCK_ROWS,
     PACKET_BYTES,
@@ -119,7 +119,7 @@ class DraftInstance:
         """Raises UserError with all reasons why the kernels cannot be built for these sizes."""
         wrong = [
             (self.head_dim != 128, f"head_dim is {self.head_dim}, the kernels are written for 128"),
-            (self.row_cap not in (8, 16), f"the row capacity is {self.row_cap}, it can be 8 or 16"),
+            (self.row_cap not in ROW_CAPS, f"the row capacity is {self.row_cap}, it can be 8 or 16"),
             (self.hidden % 64 != 0, f"hidden_size {self.hidden} is no multiple of 64"),
             (self.hidden > 16384, f"hidden_size {self.hidden} is above 16384"),
             (self.inter % 64 != 0, f"intermediate_size {self.inter} is no multiple of 64"),

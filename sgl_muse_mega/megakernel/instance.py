@@ -24,10 +24,17 @@ from sgl_muse_mega.megakernel.tiling import (
     uneven_sizes,
 )
 
-MAX_ROWS = 16
+ROW_CAPS = (8, 16)  # rows of a step that kernels are built for
+MAX_ROWS = ROW_CAPS[-1]
+HOPPER_SMS = 132
 STAGED_SPLIT = 128  # keys of a split from which on staging pays (bench layer at 12,288 to 131,072 keys)
 HOPPER_SHARED_BYTES = 232448  # opt-in shared memory of one CTA
 LOG2_E = 1.4426950408889634
+
+
+def row_cap_of(rows: int) -> int:
+    """What the kernels are built for that run steps of `rows` rows."""
+    return next(cap for cap in ROW_CAPS if rows <= cap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +133,7 @@ class Instance:
         """Raises UserError with all reasons why the kernels cannot be built for these sizes."""
         wrong = [
             (self.head_dim != 64, f"head_dim is {self.head_dim}, the kernels are written for 64"),
-            (self.row_cap not in (8, 16), f"the row capacity is {self.row_cap}, it can be 8 or 16"),
+            (self.row_cap not in ROW_CAPS, f"the row capacity is {self.row_cap}, it can be 8 or 16"),
             (self.heads % self.kv_heads != 0, f"{self.heads} heads do not share {self.kv_heads} KV heads evenly"),
             (self.hidden % 64 != 0, f"hidden_size {self.hidden} is no multiple of 64"),
             (self.moe_hidden % 64 != 0, f"moe_hidden_size {self.moe_hidden} is no multiple of 64"),

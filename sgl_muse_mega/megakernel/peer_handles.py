@@ -7,6 +7,7 @@ rank shared, `close` and `free`.
 from typing import Any, Protocol
 
 from sgl_muse_mega.errors import UserError
+from sgl_muse_mega.megakernel.driver import checked
 
 
 class Unopened(Exception):
@@ -30,14 +31,6 @@ class Handles(Protocol):
         """Gives the own allocation back; nothing if there is none."""
 
 
-def call(result: tuple[Any, ...], what: str) -> Any:
-    """The values of a driver call. Raises UserError when it failed."""
-    code, *values = result
-    if int(code) != 0:
-        raise UserError(f"The CUDA driver could not {what}: {code.name}.")
-    return values[0] if len(values) == 1 else values
-
-
 class IpcHandles:
     """cuMemAlloc and cuIpc*: processes of one host."""
 
@@ -45,12 +38,12 @@ class IpcHandles:
         self._driver, self._own = driver, 0
 
     def allocate(self, size: int) -> int:
-        self._own = int(call(self._driver.cuMemAlloc(size), f"allocate {size} bytes of mailboxes"))
+        self._own = int(checked(self._driver.cuMemAlloc(size), f"allocate {size} bytes of mailboxes"))
         return self._own
 
     def share(self) -> bytes:
         return bytes(
-            call(self._driver.cuIpcGetMemHandle(self._own), "share the mailboxes (cuIpcGetMemHandle)").reserved
+            checked(self._driver.cuIpcGetMemHandle(self._own), "share the mailboxes (cuIpcGetMemHandle)").reserved
         )
 
     def open(self, shared: bytes) -> int:
@@ -88,14 +81,14 @@ class FabricHandles:
         properties.location.id = self._device
         properties.requestedHandleTypes = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
         least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        unit = int(call(driver.cuMemGetAllocationGranularity(properties, least), what))
+        unit = int(checked(driver.cuMemGetAllocationGranularity(properties, least), what))
         rounded = -(-size // unit) * unit
-        self._own = call(driver.cuMemCreate(rounded, properties, 0), what)
+        self._own = checked(driver.cuMemCreate(rounded, properties, 0), what)
         return self._map(self._own, rounded, what)
 
     def share(self) -> bytes:
         kind = self._driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
-        shared = call(
+        shared = checked(
             self._driver.cuMemExportToShareableHandle(self._own, kind, 0),
             "share the mailboxes (cuMemExportToShareableHandle)",
         )
@@ -137,15 +130,15 @@ class FabricHandles:
     def _map(self, allocation: Any, size: int, what: str) -> int:
         """Gives an allocation an address that this rank's GPU may read and write."""
         driver = self._driver
-        address = int(call(driver.cuMemAddressReserve(size, 0, 0, 0), what))
+        address = int(checked(driver.cuMemAddressReserve(size, 0, 0, 0), what))
         access = driver.CUmemAccessDesc()
         access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = self._device
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         try:
-            call(driver.cuMemMap(address, size, 0, allocation, 0), what)
+            checked(driver.cuMemMap(address, size, 0, allocation, 0), what)
             try:
-                call(driver.cuMemSetAccess(address, size, [access], 1), what)
+                checked(driver.cuMemSetAccess(address, size, [access], 1), what)
             except UserError:
                 driver.cuMemUnmap(address, size)
                 raise

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from sgl_muse_mega.errors import UserError
+from sgl_muse_mega.megakernel.driver import checked
 from sgl_muse_mega.megakernel.mailbox import SharedMail
 from sgl_muse_mega.megakernel.peer_handles import (
     FabricHandles,
     Handles,
     IpcHandles,
     Unopened,
-    call,
     supports_fabric,
 )
 
@@ -164,7 +164,7 @@ class PeerMemory:
         self._group, self._driver = group, driver
         self._opened: dict[int, int] = {}
         self._own = 0
-        self._device = int(call(driver.cuCtxGetDevice(), "name the device"))
+        self._device = int(checked(driver.cuCtxGetDevice(), "name the device"))
         mine = self._identity(arena_bytes)
         identities = [Identity.unpack(text) for text in group.gather(mine.pack())]
         self._handles: Handles = IpcHandles(driver)
@@ -191,7 +191,7 @@ class PeerMemory:
 
     def close(self) -> None:
         """Gives the memory back once no rank can still write to it."""
-        call(self._driver.cuCtxSynchronize(), "finish")
+        checked(self._driver.cuCtxSynchronize(), "finish")
         self._group.gather(b"done")
         self._release()
 
@@ -213,9 +213,9 @@ class PeerMemory:
             ranks=self._group.ranks,
             host=socket.gethostname(),
             process=os.getpid(),
-            device=bytes(call(driver.cuDeviceGetUuid(device), "name the device").bytes).hex(),
-            bus=_text(call(driver.cuDeviceGetPCIBusId(32, device), "name the device")),
-            name=_text(call(driver.cuDeviceGetName(128, device), "name the device")),
+            device=bytes(checked(driver.cuDeviceGetUuid(device), "name the device").bytes).hex(),
+            bus=_text(checked(driver.cuDeviceGetPCIBusId(32, device), "name the device")),
+            name=_text(checked(driver.cuDeviceGetName(128, device), "name the device")),
             arena_bytes=arena_bytes,
             session=secrets.randbits(31) | 1,
             fabric=int(supports_fabric(driver, device)),
@@ -231,7 +231,7 @@ class PeerMemory:
             code, *devices = driver.cuDeviceGetByPCIBusId(identity.bus.encode())
             if int(code) != 0:
                 continue
-            if not call(driver.cuDeviceCanAccessPeer(self._device, devices[0]), "ask for peer access"):
+            if not checked(driver.cuDeviceCanAccessPeer(self._device, devices[0]), "ask for peer access"):
                 found.append(
                     f"GPU {identities[self._group.rank].bus} of rank {self._group.rank} has no peer access to GPU "
                     f"{identity.bus} of rank {rank}"
@@ -240,8 +240,8 @@ class PeerMemory:
 
     def _allocate(self, as_tensor: Callable[[int, int], Tensor]) -> None:
         self._own = self._handles.allocate(self._bytes)
-        call(self._driver.cuMemsetD8(self._own, 0, self._bytes), "clear the mailboxes")
-        call(self._driver.cuCtxSynchronize(), "clear the mailboxes")
+        checked(self._driver.cuMemsetD8(self._own, 0, self._bytes), "clear the mailboxes")
+        checked(self._driver.cuCtxSynchronize(), "clear the mailboxes")
         self._arena = as_tensor(self._own, self._bytes)
 
     def _open(self) -> list[str]:
@@ -261,7 +261,7 @@ class PeerMemory:
         reached = {**self._opened, me: self._own}
         for rank in range(ranks):
             self._write(reached[rank] + 8 * me, self._word(me, rank))
-        call(self._driver.cuCtxSynchronize(), "write to the other ranks' mailboxes")
+        checked(self._driver.cuCtxSynchronize(), "write to the other ranks' mailboxes")
         self._group.gather(b"written")
         found = [
             f"what rank {source} wrote to rank {me} did not arrive"
@@ -275,8 +275,8 @@ class PeerMemory:
             if self._read(reached[rank] + 8 * source) != self._word(source, rank)
         ]
         self._group.gather(b"read")
-        call(self._driver.cuMemsetD8(self._own, 0, 8 * ranks), "clear the mailboxes")
-        call(self._driver.cuCtxSynchronize(), "clear the mailboxes")
+        checked(self._driver.cuMemsetD8(self._own, 0, 8 * ranks), "clear the mailboxes")
+        checked(self._driver.cuCtxSynchronize(), "clear the mailboxes")
         return found
 
     def _word(self, source: int, rank: int) -> int:
@@ -284,11 +284,11 @@ class PeerMemory:
 
     def _write(self, address: int, word: int) -> None:
         data = word.to_bytes(8, "little")
-        call(self._driver.cuMemcpyHtoD(address, data, 8), "write to another rank's mailboxes")
+        checked(self._driver.cuMemcpyHtoD(address, data, 8), "write to another rank's mailboxes")
 
     def _read(self, address: int) -> int:
         data = bytearray(8)
-        call(self._driver.cuMemcpyDtoH(data, address, 8), "read another rank's mailboxes")
+        checked(self._driver.cuMemcpyDtoH(data, address, 8), "read another rank's mailboxes")
         return int.from_bytes(data, "little")
 
     def _agree(self, reasons: Sequence[str]) -> None:

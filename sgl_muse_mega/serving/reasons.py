@@ -10,9 +10,8 @@ from typing import Any
 from sgl_muse_mega import toolchain
 from sgl_muse_mega.config import TargetConfig, check_pair, load_target_config
 from sgl_muse_mega.errors import UserError
-from sgl_muse_mega.megakernel.backend import ROW_CAPS
 from sgl_muse_mega.megakernel.draft_instance import DraftInstance, TargetEnds
-from sgl_muse_mega.megakernel.instance import MAX_ROWS, Instance
+from sgl_muse_mega.megakernel.instance import HOPPER_SMS, MAX_ROWS, Instance, row_cap_of
 from sgl_muse_mega.serving import switches, tables
 from sgl_muse_mega.serving.model_config import draft_of_arguments, target_config
 from sgl_muse_mega.serving.ranks import place
@@ -20,7 +19,6 @@ from sgl_muse_mega.speculative.width import read_cost_table
 
 SGLANG_VERSION = "0.5.23"
 KV_DTYPES = {"fp8_e4m3": "fp8", "bf16": "bf16", "bfloat16": "bf16"}
-_HOPPER_SMS = 132  # sizes are checked for this many; the kernels are built for what is there
 
 
 def config_disable_reasons(cfg: Any, hf_config: Any) -> list[str]:
@@ -105,7 +103,7 @@ def _model(cfg: Any, hf_config: Any) -> Iterator[str]:
 
 def check_sizes(config: TargetConfig, ranks: int = 1) -> None:
     """Raises UserError when the kernels cannot be built for one of `ranks` ranks of these sizes."""
-    Instance.for_config(config, nvfp4=True, fp8_cache=True, row_cap=MAX_ROWS, sms=_HOPPER_SMS, ranks=ranks)
+    Instance.for_config(config, nvfp4=True, fp8_cache=True, row_cap=MAX_ROWS, sms=HOPPER_SMS, ranks=ranks)
 
 
 def _ranks(cfg: Any, hf_config: Any) -> Iterator[str]:
@@ -298,8 +296,8 @@ def _draft(cfg: Any, hf_config: Any) -> Iterator[str]:
         DraftInstance.for_config(
             draft,
             TargetEnds.of(target),
-            row_cap=next(cap for cap in ROW_CAPS if int(cfg.speculative_num_draft_tokens) <= cap),
-            sms=_HOPPER_SMS,
+            row_cap=row_cap_of(int(cfg.speculative_num_draft_tokens)),
+            sms=HOPPER_SMS,
             ranks=cfg.tp_size,
         )
     except UserError as error:

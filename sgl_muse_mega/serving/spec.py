@@ -16,9 +16,8 @@ from sglang.kernels.plugin_kernels.nvidia.spec import (
 )
 from torch import Tensor
 
-from sgl_muse_mega.megakernel.backend import ROW_CAPS
 from sgl_muse_mega.megakernel.cuda import CudaMachine
-from sgl_muse_mega.megakernel.instance import MAX_ROWS
+from sgl_muse_mega.megakernel.instance import MAX_ROWS, row_cap_of
 from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.mailbox import NoMail
 from sgl_muse_mega.megakernel.peers import ARENA_BYTES, DECODE_ARENA_BYTES, PeerMemory
@@ -82,7 +81,7 @@ def build_on(
         # SGLang's Triton backend gives a decoding row the last window - 1 keys, itself included; its tables hold no
         # more, and the text should be the one that the server gives without the plugin.
         config = config.model_copy(update={"sliding_window": config.sliding_window - 1})
-    row_cap = next(cap for cap in ROW_CAPS if rows <= cap)
+    row_cap = row_cap_of(rows)
     step = Step(
         config,
         kernel_weights(model, config, mail.rank, mail.ranks),

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from sgl_muse_mega.commands.build import HOPPER_SMS, instances
+from sgl_muse_mega.commands.build import instances
 from sgl_muse_mega.commands.layer import arm
 from sgl_muse_mega.emulator.stepper import Emulator
 from sgl_muse_mega.megakernel.compiled import Compiled
 from sgl_muse_mega.megakernel.draft_protocol import POINTS
+from sgl_muse_mega.megakernel.instance import HOPPER_SMS
 from sgl_muse_mega.speculative.philox import Purpose, uniform
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmark"))
