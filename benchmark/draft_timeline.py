@@ -35,7 +35,7 @@ from sgl_muse_mega.megakernel.draft_scratch import DecodeState
 from sgl_muse_mega.megakernel.draft_step import DraftStep
 from sgl_muse_mega.megakernel.draft_weights import KernelDraft, prepare_draft
 from sgl_muse_mega.megakernel.instance import row_cap_of
-from sgl_muse_mega.megakernel.random_step import spark_config
+from sgl_muse_mega.megakernel.random_step import VOCABULARY, spark_config
 from sgl_muse_mega.megakernel.scratch import StepInputs
 from sgl_muse_mega.speculative.sampling import SamplingParams
 
@@ -119,7 +119,7 @@ def main() -> int:
     arguments = parser.parse_args()
     begin = time.monotonic()
     machine = CudaMachine()
-    target = spark_config(14, heads=32, vocab_size=202048)
+    target = spark_config(14, vocab_size=VOCABULARY)
     config, ends = spark_draft(target), TargetEnds.of(target)
     row_cap = row_cap_of(arguments.rows)
     plain = DraftInstance.for_config(config, ends, row_cap=row_cap, sms=machine.sms)

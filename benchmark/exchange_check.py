@@ -36,7 +36,7 @@ from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.mailbox import LoopBack, Mail
 from sgl_muse_mega.megakernel.peers import Group, PeerMemory, StoreGroup
 from sgl_muse_mega.megakernel.place import Place
-from sgl_muse_mega.megakernel.random_step import RandomStep, random_weights, spark_config
+from sgl_muse_mega.megakernel.random_step import EXPERTS, HEADS, RandomStep, random_weights, spark_config
 from sgl_muse_mega.results import Figure
 
 EXCHANGES = 4  # of a layer
@@ -47,14 +47,13 @@ POINTS = {  # csrc/layer/points.cuh
     "post_expert_proj, gather": "POST_PROJ_MAIL_AT",
 }
 FIGURES = {"exchange.reduce_8192.us": "o_proj, sum", "exchange.reduce_4096.us": "experts, sum"}  # at T = 8
-EXPERTS = 256
 READY_SECONDS = 240.0  # that a rank may take to compile, make its weights and connect
 
 
 def model(arguments: argparse.Namespace) -> tuple[TargetConfig, int]:
     """Muse Spark's sizes so that each of the ranks has what one of `share` has, and experts per rank."""
     local = EXPERTS // arguments.share
-    heads = 128 // arguments.share * arguments.ranks
+    heads = HEADS // arguments.share * arguments.ranks
     return spark_config(arguments.layers + 1, experts=local * arguments.ranks, heads=heads), local
 
 

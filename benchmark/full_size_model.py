@@ -16,10 +16,10 @@ from sgl_muse_mega.megakernel.decode_loop import DecodeLoop
 from sgl_muse_mega.megakernel.draft_weights import KernelDraft, fragment_order, prepare_draft
 from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.place import Place
-from sgl_muse_mega.megakernel.random_step import random_weights, spark_config, tiny_config
+from sgl_muse_mega.megakernel.random_step import EXPERTS, HEADS, VOCABULARY, random_weights, spark_config, tiny_config
 from sgl_muse_mega.megakernel.weights import KernelWeights
 
-LAYERS, EXPERTS, HEADS, VOCABULARY = 62, 256, 128, 202048
+LAYERS = 62
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from sgl_muse_mega.emulator.stepper import Emulator
 from sgl_muse_mega.megakernel import stage_check
 from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.mailbox import LoopBack
-from sgl_muse_mega.megakernel.random_step import RandomStep, random_weights, spark_config, tiny_config
+from sgl_muse_mega.megakernel.random_step import EXPERTS, HEADS, RandomStep, random_weights, spark_config, tiny_config
 from sgl_muse_mega.megakernel.weights import KernelWeights
 
 
@@ -40,7 +40,7 @@ def model(name: str, ranks: int = 1) -> tuple[TargetConfig, int | None]:
         )  # fmt: skip
         return config, None
     if ranks > 1:
-        return spark_config(2, nvfp4=nvfp4, heads=128), 256 // ranks
+        return spark_config(2, nvfp4=nvfp4, heads=HEADS), EXPERTS // ranks
     return spark_config(2, nvfp4=nvfp4), 64 if nvfp4 else 32
 
 

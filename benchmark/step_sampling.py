@@ -21,6 +21,7 @@ from sgl_muse_mega.megakernel.decode_request import request_words, state_words
 from sgl_muse_mega.megakernel.draft_protocol import OUTPUT, OUTPUT_SLOTS, OUTPUT_WORDS, REQUEST
 from sgl_muse_mega.megakernel.draft_scratch import DecodeState, DraftActivations
 from sgl_muse_mega.megakernel.machine import Machine
+from sgl_muse_mega.megakernel.random_step import VOCABULARY
 from sgl_muse_mega.megakernel.scratch import StepInputs
 from sgl_muse_mega.speculative.accept import accept_sampled
 from sgl_muse_mega.speculative.backend import DraftBlock
@@ -207,7 +208,7 @@ def cases(seed: int) -> dict[int, list[Case]]:
               (fresh_q / fresh_q.sum()).tolist(), torch.randperm(8, generator=g)[:4].tolist()),
     ]  # fmt: skip
 
-    vocab, k = 202048, 16
+    vocab, k = VOCABULARY, 16
     peaked = torch.randn(ROWS, vocab, generator=g)
     for r in range(ROWS):
         peaked[r, torch.randperm(vocab, generator=g)[:60]] += 9 + 3 * torch.rand(60, generator=g)

@@ -21,11 +21,9 @@ from sgl_muse_mega.megakernel.decode_backend import assemble
 from sgl_muse_mega.megakernel.decode_loop import DecodeLoop
 from sgl_muse_mega.megakernel.decode_request import Report
 from sgl_muse_mega.megakernel.draft_weights import prepare_draft
-from sgl_muse_mega.megakernel.random_step import random_weights, spark_config
+from sgl_muse_mega.megakernel.random_step import EXPERTS, HEADS, VOCABULARY, random_weights, spark_config
 from sgl_muse_mega.results import Figure
 from sgl_muse_mega.speculative.sampling import SamplingParams
-
-EXPERTS, HEADS = 256, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +85,7 @@ def build(options: Options, machine: CudaMachine, rows: int = 1) -> DecodeLoop:
     rows: of a step, if they are more than the width.
     """
     local = EXPERTS // options.rank_of
-    config = spark_config(options.layers, heads=HEADS // options.rank_of, vocab_size=202048)
+    config = spark_config(options.layers, heads=HEADS // options.rank_of, vocab_size=VOCABULARY)
     weights = random_weights(config, options.seed, machine.device, first_expert=0, local_experts=local)
     draft_config = spark_draft(config)
     draft = random_draft(draft_config, options.seed, machine.device)

@@ -17,11 +17,13 @@ from sgl_muse_mega.megakernel.mailbox import LoopBack, Mail
 from sgl_muse_mega.megakernel.step import CACHE_DTYPES, Step
 from sgl_muse_mega.megakernel.weights import KernelLayer, KernelWeights, prepare_layer
 
+EXPERTS, HEADS, VOCABULARY = 256, 128, 202048
+"""Muse Spark's; its other sizes are in `spark_config`."""
 NVFP4 = QuantizationConfig(quant_algo="NVFP4", group_size=16, exclude=())
 
 
 def spark_config(
-    layers: int = 2, *, nvfp4: bool = True, experts: int = 256, heads: int = 32, **sizes: int
+    layers: int = 2, *, nvfp4: bool = True, experts: int = EXPERTS, heads: int = HEADS // 4, **sizes: int
 ) -> TargetConfig:
     """Muse Spark's sizes with the heads of one rank of four; `sizes` replaces fields by their HF names.
 
