@@ -57,7 +57,7 @@ def options_of(
     if dry_run:
         step = replace(step, context=min(step.context, 12), repeats=1)
     if tree:
-        nodes = nodes or step.width
+        nodes = step.width if nodes is None else nodes
     return Options(step, automatic, nodes, costs, dry_run)
 
 

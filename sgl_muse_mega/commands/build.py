@@ -22,6 +22,8 @@ from sgl_muse_mega.megakernel.instance import HOPPER_SMS, ROW_CAPS, Instance
 from sgl_muse_mega.megakernel.server_instance import ServerInstance
 from sgl_muse_mega.toolchain import cache_directory, find_nvdisasm
 
+MOST_SMS = 1024  # of any GPU; from here on a typing error
+
 
 def instances(
     config: TargetConfig, draft: DraftConfig | None, *, sms: int, ranks: int, kv_dtypes: tuple[str, ...]
@@ -93,6 +95,8 @@ def run(
         raise UserError(f"There is no KV cache type {kv_cache_dtype!r}; use bf16, fp8 or both.")
     if target not in ARCHITECTURES:
         raise UserError(f"The kernels are not written for {target!r}; --arch can be {' or '.join(ARCHITECTURES)}.")
+    if not 1 <= sms <= MOST_SMS:
+        raise UserError(f"A GPU has 1 to {MOST_SMS} SMs, {sms} were asked for; change --sms.")
     config = load_target_config(model or tiny.target_directory())
     draft_directory = draft or (None if model else tiny.draft_directory())
     draft_config = load_draft_config(draft_directory) if draft_directory else None

@@ -98,9 +98,13 @@ def _nvcc() -> Check:
     nvcc = toolchain.find_nvcc()
     if nvcc.path is None:
         return Check("nvcc", False, f"{nvcc.source}; install the CUDA toolkit, set CUDA_HOME to it, or {WHEELS}")
-    done = subprocess.run([nvcc.path, "--version"], capture_output=True, text=True, check=False)
-    release = re.search(r"release ([\d.]+)", done.stdout)
-    if done.returncode or release is None:
+    try:
+        done = subprocess.run([nvcc.path, "--version"], capture_output=True, text=True, check=False)
+    except OSError:  # not a program
+        release = None
+    else:
+        release = None if done.returncode else re.search(r"release ([\d.]+)", done.stdout)
+    if release is None:
         return Check("nvcc", False, f"{nvcc.path} (from {nvcc.source}) does not run; install the CUDA toolkit again")
     return Check("nvcc", True, f"{release[1]}, {nvcc.path} (from {nvcc.source})")
 

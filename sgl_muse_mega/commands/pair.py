@@ -149,7 +149,7 @@ class Pair:
             raise UserError("--cost-table is for automatic widths; add --width auto or leave it out.")
         nodes = None
         if options.tree:
-            nodes = options.nodes or self.width
+            nodes = self.width if options.nodes is None else options.nodes
         cost = None
         if options.automatic:
             rows, table = nodes or self.width, options.cost_table

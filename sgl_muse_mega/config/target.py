@@ -15,6 +15,9 @@ from sgl_muse_mega.config.fields import Positive, Size, TokenId, Validated
 
 TARGET_ARCHITECTURE = "MuseSparkForConditionalGeneration"
 
+MAX_LAYERS = 10_000
+"""More is a damaged file, and its lists of layers would fill the memory before they could be refused."""
+
 LayerType = Literal["sliding_attention", "full_attention"]
 
 
@@ -52,7 +55,7 @@ class TargetConfig(Validated):
     model_type: Literal["muse_spark_text"] = "muse_spark_text"
     vocab_size: Size
     hidden_size: Size
-    num_hidden_layers: Size
+    num_hidden_layers: Annotated[int, Field(gt=0, le=MAX_LAYERS)]
     num_attention_heads: Size
     num_key_value_heads: Size
     head_dim: Annotated[int, Field(gt=0, multiple_of=2)]
@@ -88,7 +91,7 @@ class TargetConfig(Validated):
     def _derive_lists(cls, data: Any) -> Any:
         """Fills absent per-layer lists by the formula of section 1 (servers disagree on other defaults, D-15)."""
         layers = data.get("num_hidden_layers")
-        if not isinstance(layers, int):
+        if not isinstance(layers, int) or layers > MAX_LAYERS:
             return data
         full = [(layers - 1 - i) % 4 == 0 for i in range(layers)]
         rope = data.get("rope_parameters")

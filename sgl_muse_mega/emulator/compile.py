@@ -53,7 +53,10 @@ def _compiled(flags: tuple[str, ...], files: dict[str, str], inputs: list[str], 
     compiler = find_host_compiler()
     if compiler is None:
         raise UserError("The emulator needs a C++ compiler and none was found; install g++ or set CXX.")
-    version = subprocess.run([str(compiler), "--version"], capture_output=True, text=True, check=True).stdout
+    asked = subprocess.run([str(compiler), "--version"], capture_output=True, text=True, check=False)
+    if asked.returncode != 0:
+        raise UserError(f"The C++ compiler {compiler} does not run; install g++, or set CXX to one that does.")
+    version = asked.stdout
     key = hashlib.sha256("\0".join((*flags, version, *inputs, *files, *files.values())).encode()).hexdigest()[:32]
     cache = cache_directory()
     found = cache / f"emulator-{key}.so"

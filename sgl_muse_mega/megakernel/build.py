@@ -154,8 +154,10 @@ def _cached(folder: Path, key: str) -> Artifact | None:
     binary, report = folder / f"{key}.bin", folder / f"{key}.txt"
     if not (binary.is_file() and report.is_file()):
         return None
-    digest, _, text = report.read_text().split("\n", 2)
-    return Artifact(binary, text, 0.0) if digest == _digest(binary) else None
+    lines = report.read_text(errors="replace").split("\n", 2)
+    if len(lines) < 3 or lines[0] != _digest(binary):
+        return None
+    return Artifact(binary, lines[2], 0.0)
 
 
 @contextlib.contextmanager

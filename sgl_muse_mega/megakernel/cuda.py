@@ -80,7 +80,10 @@ class CudaMachine:
         Raises UserError on a GPU that is not among `targets`.
         """
         if not torch.cuda.is_available():
-            raise UserError("The backend 'cuda' needs a GPU and torch finds none; use --backend reference.")
+            raise UserError(
+                "The kernels need a GPU and torch finds none; run them on a machine with one (generate and eval can do "
+                "without: --backend reference)."
+            )
         device = torch.device(device)
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         properties = torch.cuda.get_device_properties(self.device)

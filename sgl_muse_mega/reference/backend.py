@@ -52,7 +52,7 @@ class ReferenceBackend:
         storage = torch.float64 if self._num.exact else KV_DTYPES[kv_dtype]
 
         self._full = self._table(self._max_context, page_size)
-        self._sliding = self._table(target_config.sliding_window + PREFILL_ROWS, page_size)
+        self._sliding = self._window_table(target_config, page_size)
         self._caches = [
             self._cache(self._full_or_sliding(i), target_config, storage)
             for i in range(target_config.num_hidden_layers)
@@ -68,7 +68,7 @@ class ReferenceBackend:
                 target_config.rms_norm_eps,
                 self._num,
             )
-            self._draft_table = self._table(draft_config.sliding_window + PREFILL_ROWS, page_size)
+            self._draft_table = self._window_table(draft_config, page_size)
             draft_storage = torch.float64 if self._num.exact else torch.bfloat16
             self._draft_caches = [
                 self._cache(self._draft_table, draft_config, draft_storage) for _ in draft_weights.layers
@@ -199,6 +199,9 @@ class ReferenceBackend:
     def _table(self, positions: int, page_size: int) -> PageTable:
         # One page for padding, one because a window rarely starts on a page's edge, one for the verify rows.
         return PageTable(-(-positions // page_size) + 3, page_size)
+
+    def _window_table(self, config: TargetConfig | DraftConfig, page_size: int) -> PageTable:
+        return self._table(min(config.sliding_window, self._max_context) + PREFILL_ROWS, page_size)
 
     def _cache(self, table: PageTable, config: TargetConfig | DraftConfig, dtype: torch.dtype) -> KVCache:
         slots = (table.free_pages + 1) * table.page_size

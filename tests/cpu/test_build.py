@@ -172,6 +172,13 @@ def test_a_build_without_its_report_is_no_hit(compiler: Path) -> None:
     assert runs(compiler) == 2
 
 
+@pytest.mark.parametrize("content", [b"", b"cut", b"\xff\xfe\n1.0\nreport"])
+def test_a_damaged_report_is_no_hit(compiler: Path, content: bytes) -> None:
+    build(instance()).path.with_suffix(".txt").write_bytes(content)
+    assert build(instance()).report == build(instance()).report
+    assert runs(compiler) == 2
+
+
 def test_of_many_that_ask_at_once_one_compiles(compiler: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         paths = {a.path for a in pool.map(lambda _: build(instance()), range(8))}
@@ -322,3 +329,6 @@ def test_the_command_refuses_what_it_cannot_build(compiler: Path, model: Path) -
         command.run(model, target="sm_80")
     with pytest.raises(UserError, match="16 experts do not divide among 3 ranks"):
         command.run(model, ranks=3)
+    for sms in (0, -1, 1320):
+        with pytest.raises(UserError, match=f"1 to 1024 SMs, {sms} were asked for"):
+            command.run(model, sms=sms)

@@ -239,6 +239,7 @@ def refused(result: tuple[int, str, str]) -> str:
         (["x", "--tree", "--no-draft"], "--tree needs a draft"),
         (["x", "--tree", "--width", "1"], "A token tree needs drafts"),
         (["x", "--tree", "--nodes", "17"], "between 2 and 16 nodes, found 17"),
+        (["x", "--tree", "--nodes", "0"], "between 2 and 16 nodes, found 0"),
         (["x", "--nodes", "4"], "--nodes 4 is for trees"),
         (["x", "--temperature", "-1"], "found -1.0"),
         (["x", "--temperature", "nan"], "found nan"),

@@ -115,6 +115,8 @@ def test_nvcc_that_does_not_run(bare: Path) -> None:
     check = checked("nvcc")
     assert not check.ok
     assert "does not run" in check.found
+    (bare / "bin" / "nvcc").write_text("not a program")
+    assert checked("nvcc").found == check.found
 
 
 @pytest.mark.parametrize(("version", "ok"), [("0.5.23", True), ("0.5.22", False), ("0.5.23rc1", False)])

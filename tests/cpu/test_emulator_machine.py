@@ -21,6 +21,7 @@ from sgl_muse_mega.emulator.machine import (
     machine,
     racing,
 )  # fmt: skip
+from sgl_muse_mega.errors import UserError
 
 ORDERED = Schedule(ordered=True)
 SEEDS = range(1, 9)
@@ -250,3 +251,12 @@ def test_conversions_agree_with_torch(library: KernelLibrary, values: list[float
     assert torch.equal(widened[known].float(), fp8.float()[known][:, None].expand(-1, 2))
     matrix = bench.data[:32].clone().view(torch.int16).view(8, 8)
     assert torch.equal(out[:, 3].contiguous().view(torch.int16).view(8, 8), matrix.T)
+
+
+def test_a_compiler_that_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(UserError, match="does not run; install g"):
+        compile_kernels("")

@@ -204,6 +204,20 @@ def test_rejected_rows_leave_no_trace() -> None:
     assert torch.equal(clean.verify(ids[25:27]), messy.verify(ids[25:27]))
 
 
+def test_a_window_beyond_the_context_takes_no_memory() -> None:
+    """Published windows are 2,048; a context of a few rows must not pay for one, nor a damaged file end in a trap."""
+    config = small_target().model_copy(update={"sliding_window": 10**15})
+    draft_config = small_draft(config).model_copy(update={"sliding_window": 10**15})
+    backend = ReferenceBackend(
+        config, random_target(config, 1), draft_config, random_draft(draft_config, 2), max_context=40
+    )
+    assert backend.prefill([5] * 30).isfinite().all()
+    backend.draft(5, 4, 0.0, [])
+    backend.verify([5, 6, 7, 8])
+    backend.commit(4)
+    assert backend.length == 34
+
+
 def test_sliding_pages_are_freed_and_their_content_is_never_read() -> None:
     config = small_target(num_hidden_layers=3, layer_types=["sliding_attention"] * 3)
     weights = random_target(config, seed=13)
