@@ -2,7 +2,9 @@
 
 import importlib.metadata
 import os
+import re
 import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +47,16 @@ def find_nvcc() -> Tool:
             return Tool(found, f"wheel {name}; {searched[0]}" if value is not None else f"wheel {name}")
     searched.append(f"no wheel {' or '.join(_WHEELS)}")
     return Tool(None, ", ".join(searched))
+
+
+def nvcc_release(nvcc: Path) -> str | None:
+    """The release that it says it is of, such as 13.0; None when it does not run."""
+    try:
+        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
+    except OSError:  # not a program
+        return None
+    release = None if done.returncode else re.search(r"release ([\d.]+)", done.stdout)
+    return release[1] if release else None
 
 
 def find_nvdisasm() -> Tool:

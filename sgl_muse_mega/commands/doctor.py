@@ -4,7 +4,6 @@ import itertools
 import os
 import platform
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -98,15 +97,10 @@ def _nvcc() -> Check:
     nvcc = toolchain.find_nvcc()
     if nvcc.path is None:
         return Check("nvcc", False, f"{nvcc.source}; install the CUDA toolkit, set CUDA_HOME to it, or {WHEELS}")
-    try:
-        done = subprocess.run([nvcc.path, "--version"], capture_output=True, text=True, check=False)
-    except OSError:  # not a program
-        release = None
-    else:
-        release = None if done.returncode else re.search(r"release ([\d.]+)", done.stdout)
+    release = toolchain.nvcc_release(nvcc.path)
     if release is None:
         return Check("nvcc", False, f"{nvcc.path} (from {nvcc.source}) does not run; install the CUDA toolkit again")
-    return Check("nvcc", True, f"{release[1]}, {nvcc.path} (from {nvcc.source})")
+    return Check("nvcc", True, f"{release}, {nvcc.path} (from {nvcc.source})")
 
 
 def _peer_access() -> Check:

@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import IO, TYPE_CHECKING
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 RANK, PORT = "SGL_MUSE_MEGA_RANK", "SGL_MUSE_MEGA_RANK_PORT"  # of a process that another one has started
 CONNECT_SECONDS = 600.0  # ranks may compile and read weights first
+GRACE_SECONDS = 10.0  # for the sentence of a rank that finds out by itself
 
 
 class RankProcesses:
@@ -59,6 +62,7 @@ class RankProcesses:
                 f"{self.ranks} ranks need as many GPUs and this machine shows {torch.cuda.device_count()}; change "
                 "--ranks or CUDA_VISIBLE_DEVICES."
             )
+        threading.Thread(target=self.watch, daemon=True).start()
         torch.cuda.set_device(self.rank)
         machine = CudaMachine(f"cuda:{self.rank}")
         timeout = timedelta(seconds=CONNECT_SECONDS)
@@ -76,6 +80,15 @@ class RankProcesses:
             self._peers.close()
         for child, _ in self._children:
             child.wait(timeout=60)
+
+    def watch(self, grace: float = GRACE_SECONDS) -> None:
+        """Ends this process, and with it the command, some seconds after another rank has failed: this one may wait for
+        it where nothing else can wake it up."""
+        while all(child.poll() in (None, 0) for child, _ in self._children):
+            time.sleep(0.2)
+        time.sleep(grace)
+        self.stop()
+        os._exit(2)
 
     def stop(self) -> None:
         """Ends what still runs; a rank that misses others would only do so at its deadline. Of a rank that failed the

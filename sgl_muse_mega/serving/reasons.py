@@ -77,8 +77,10 @@ def _tools(cfg: Any, hf_config: Any) -> Iterator[str]:
     if nvcc.path is None:
         yield (
             f"the kernels are compiled at the first start and nvcc was not found ({nvcc.source}); install the CUDA "
-            "toolkit 13 or `pip install nvidia-cuda-nvcc`, or set CUDA_HOME"
+            "toolkit 13 or `pip install 'sgl-muse-mega[compile]'`, or set CUDA_HOME"
         )
+    elif toolchain.nvcc_release(nvcc.path) is None:
+        yield f"{nvcc.path} (from {nvcc.source}) does not run; install the CUDA toolkit 13 again, or set CUDA_HOME"
     elif toolchain.find_host_compiler() is None:
         yield "nvcc needs a C++ compiler and there is none; install g++"
     if not _has_bindings():

@@ -1,6 +1,7 @@
 """`--ranks` of generate and eval: what is refused, and the processes of the other ranks. No GPU is touched."""
 
 import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -74,6 +75,19 @@ def test_the_other_ranks_run_the_same_command(processes: list[FakeProcess], caps
     assert capsys.readouterr().err == "Rank 2: first\nRank 2: second\nRank 2: Error: no\n"
     first.close()
     assert all(child.waited for child in processes)
+
+
+def test_a_rank_that_failed_ends_the_command() -> None:
+    """Rank 0 waits in the store, where only its own end helps."""
+    program = (
+        "import threading, time; from sgl_muse_mega.commands.ranks import RankProcesses; "
+        "ranks = RankProcesses(2, ['no-such-command']); threading.Thread(target=ranks.watch, args=(0.5,)).start(); "
+        "time.sleep(90)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "Rank 1: " in done.stderr
+    assert "no-such-command" in done.stderr
 
 
 def test_a_rank_that_was_started_starts_nobody(processes: list[FakeProcess], monkeypatch: pytest.MonkeyPatch) -> None:

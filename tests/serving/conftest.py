@@ -130,6 +130,7 @@ def _device(monkeypatch: pytest.MonkeyPatch, isa: str) -> None:
     monkeypatch.setattr(binding, "device_isa", lambda: isa)
     tools = Tool(Path("/usr/local/cuda/bin/nvcc"), "PATH")
     monkeypatch.setattr("sgl_muse_mega.toolchain.find_nvcc", lambda: tools)
+    monkeypatch.setattr("sgl_muse_mega.toolchain.nvcc_release", lambda _nvcc: "13.0")
     monkeypatch.setattr("sgl_muse_mega.serving.reasons._has_bindings", lambda: True)
 
 

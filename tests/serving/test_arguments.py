@@ -12,7 +12,7 @@ from conftest import _device
 
 from sgl_muse_mega.checkpoint import tiny
 from sgl_muse_mega.serving import reasons, switches
-from sgl_muse_mega.toolchain import Tool
+from sgl_muse_mega.toolchain import Tool, nvcc_release
 
 pytestmark = pytest.mark.usefixtures("plugins")
 
@@ -281,6 +281,17 @@ def test_tools(resolved: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> No
         part in reason for part, reason in zip(("nvcc", "sgl-muse-mega[cuda]", "/proc/kernels"), found, strict=True)
     ]
     assert "CUDA_HOME is set but empty" in found[0]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_an_nvcc_that_does_not_run(resolved: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "nvcc"
+    broken.write_text("not a program")
+    broken.chmod(0o755)
+    monkeypatch.setattr("sgl_muse_mega.toolchain.find_nvcc", lambda: Tool(broken, "CUDA_HOME"))
+    monkeypatch.setattr("sgl_muse_mega.toolchain.nvcc_release", nvcc_release)
+    (reason,) = reasons.config_disable_reasons(*resolved)
+    assert f"{broken} (from CUDA_HOME) does not run" in reason
 
 
 @pytest.mark.usefixtures("hopper")
