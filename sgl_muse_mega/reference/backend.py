@@ -9,7 +9,7 @@ from sgl_muse_mega.checkpoint.weights import DraftWeights, TargetWeights
 from sgl_muse_mega.config import DraftConfig, TargetConfig, check_pair
 from sgl_muse_mega.reference.cache import KVCache, PageTable
 from sgl_muse_mega.reference.draft import ReferenceDraft
-from sgl_muse_mega.reference.numerics import Numerics, Record
+from sgl_muse_mega.reference.numerics import Numerics
 from sgl_muse_mega.reference.selector import walk_greedy, walk_sampled
 from sgl_muse_mega.reference.target import ReferenceTarget, Rows, TargetOutput
 from sgl_muse_mega.speculative.backend import DraftBlock, check_prompt, check_rows
@@ -38,7 +38,6 @@ class ReferenceBackend:
         page_size: int = 16,
         kv_dtype: str = "bf16",
         numerics: Numerics | None = None,
-        record: Record | None = None,
     ) -> None:
         """max_context: positions to hold, at most the model's (default). kv_dtype: "bf16" or "fp8" for the target's
         cache; the draft's stays bf16. Raises UserError when draft and target do not fit each other."""
@@ -46,7 +45,6 @@ class ReferenceBackend:
         self._max_context = limit if max_context is None else min(max_context, limit)
         self._device = target_weights.embed_tokens.device
         self._num = numerics or Numerics()
-        self._record = record
         taps = draft_config.target_layer_ids if draft_config else ()
         self._target = ReferenceTarget(target_config, target_weights, self._num, taps)
         storage = torch.float64 if self._num.exact else KV_DTYPES[kv_dtype]
@@ -191,7 +189,7 @@ class ReferenceBackend:
         )
         ids = torch.tensor(list(tokens), device=self._device)
         with torch.inference_mode():
-            return self._target.forward(ids, rows, self._caches, self._record, logit_rows)
+            return self._target.forward(ids, rows, self._caches, logit_rows)
 
     def _full_or_sliding(self, layer: int) -> PageTable:
         return self._full if self._target.config.is_full(layer) else self._sliding

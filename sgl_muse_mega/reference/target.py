@@ -137,22 +137,14 @@ class ReferenceTarget:
         self.layers = [ReferenceLayer(config, i, w, self.num) for i, w in enumerate(weights.layers)]
 
     def forward(
-        self,
-        ids: Tensor,
-        rows: Rows,
-        caches: Sequence[KVCache],
-        record: Record | None = None,
-        logit_rows: int | None = None,
+        self, ids: Tensor, rows: Rows, caches: Sequence[KVCache], logit_rows: int | None = None
     ) -> TargetOutput:
-        """ids int64 [T] -> logits of the last `logit_rows` rows (all by default) and the taps of all rows.
-
-        `record` receives "layer.equation" names.
-        """
+        """ids int64 [T] -> logits of the last `logit_rows` rows (all by default) and the taps of all rows."""
         c, num = self.config, self.num
         stream = head.e1_embedding(ids, self.weights.embed_tokens, c.rms_norm_eps, num)
         kept, selected = {}, []
         for layer, cache in zip(self.layers, caches, strict=True):
-            stream, chosen = layer.forward(stream, rows, cache, _prefixed(record, layer.index))
+            stream, chosen = layer.forward(stream, rows, cache)
             selected.append(chosen)
             if layer.index in self.taps:
                 kept[layer.index] = num.bf(stream)
@@ -173,9 +165,3 @@ def _step_mask(rows: Rows, window: int | None) -> Tensor:
 
 def _ignore(name: str, value: Tensor) -> None:
     del name, value
-
-
-def _prefixed(record: Record | None, layer: int) -> Record | None:
-    if record is None:
-        return None
-    return lambda name, value: record(f"{layer}.{name}", value)
