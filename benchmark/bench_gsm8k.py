@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import gsm8k_numbers
+import preflight
 from gpu_state import GpuState
 from gsm8k_client import Answer, Asking, Server
 
@@ -89,6 +90,8 @@ def measure(servers: Sequence[Server], problems: Sequence[Problem], options: arg
                 record["stopped"] = str(error)
                 return record
             record["runs"].append(run)
+            if options.json:  # whatever ends this program
+                options.json.write_text(json.dumps({"unfinished": True, **record}, indent=1))
             print(
                 f"{name}{turn + 1}: {run['right']} of {run['questions']} right, {run['failed']} failed, "
                 f"{run['truncated']} cut at {options.max_new_tokens} tokens, {run['tokens']} tokens"
@@ -195,6 +198,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.tokenizer and options.api != "native":
             raise UserError("--tokenizer sends token ids, which the chat API does not take; add --api native.")
+        if options.runs < 1 or options.warmup < 0:
+            raise UserError(f"--runs is {options.runs} and --warmup {options.warmup}; at least 1 and 0 are needed.")
+        preflight.need_room_for(options.json)
         problems = read_problems(options.data, options.limit)
         if options.save:
             results.check_writable()

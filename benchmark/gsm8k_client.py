@@ -97,8 +97,11 @@ class Server:
         return None if found is None else float(found)
 
     def clear(self) -> bool:
-        """Empties the prefix cache and the server's metrics; False when the server declines."""
-        return self._client.post("/flush_cache", params={"timeout": 30}).status_code == 200
+        """Empties the prefix cache and the server's metrics; False when the server declines, or is not there."""
+        try:
+            return self._client.post("/flush_cache", params={"timeout": 30}).status_code == 200
+        except httpx.HTTPError:
+            return False
 
     def ask(self, question: str) -> Answer:
         """Answers one question; whatever goes wrong with it is in `Answer.error`."""

@@ -87,8 +87,11 @@ class Arm:
     def ask(self, operation: str, timeout: float = 240.0, **options: Any) -> Any:
         """Raises ArmError when the server fails or takes longer."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"op": operation, **options}).encode() + b"\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(json.dumps({"op": operation, **options}).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise ArmError(f"{self.name} ended before it was asked for {operation}:\n{self.tail()}") from None
         reply = self._reply(timeout)
         if "error" in reply:
             raise ArmError(f"{self.name}: {operation} failed: {reply['error']}\n{self.tail()}")

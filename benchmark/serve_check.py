@@ -115,6 +115,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--pairs", default="w8.full,w8.target,t1", help="what the part time compares")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds until a server must be up")
+    parser.add_argument("--seconds", type=int, default=0, help="of the whole run, which keeps what it had; 0: no end")
     parser.add_argument("--logs", type=Path, default=Path("serve_check_logs"))
     parser.add_argument("--keep-cache", type=Path, help="file for what SGLang compiled, to be its next cache.tar.xz")
     parser.add_argument("--json", type=Path)
@@ -125,7 +126,9 @@ def main(given: list[str] | None = None) -> int:
     stock = options.stock.resolve()
     options.logs.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {"near_tie_nats": serve_texts.NEAR_TIE, "shape": serve_times.SHAPES[options.tp]}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end with this process
+    for end in (signal.SIGTERM, signal.SIGALRM):  # so that the servers end with this process, and results are kept
+        signal.signal(end, lambda *_: sys.exit(143))
+    signal.alarm(options.seconds)
     with tempfile.TemporaryDirectory() as folder:
         for part in parts:
             work = Path(folder) / part
@@ -140,6 +143,9 @@ def main(given: list[str] | None = None) -> int:
             except ArmError as error:
                 say(f"FAIL {error}")
                 found["failed"].append(part)
+            except SystemExit:
+                found["failed"].append(f"{part}: ended before it was done")
+                raise
             finally:
                 servers.stop()
                 save(record, options)

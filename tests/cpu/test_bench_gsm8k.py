@@ -143,6 +143,45 @@ def test_a_server_that_keeps_failing_ends_it(
     assert "in a row" in record["stopped"]
 
 
+def test_a_server_that_is_gone_costs_no_run(
+    start: Callable[..., FakeServer], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is gone when its run begins; and whatever else ends the program, what was measured lies there."""
+    left, right = start(environment=REAL), start(environment=REAL)
+    whole = bench_gsm8k.one_run
+
+    def run(server: Any, *rest: Any) -> dict[str, Any]:
+        if server.url == right.url:
+            (unfinished,) = [json.loads((tmp_path / "out.json").read_text())]
+            assert [unfinished["unfinished"], len(unfinished["runs"])] == [True, 1]
+            server._client.base_url = f"http://127.0.0.1:{free_port()}"
+        return whole(server, *rest)
+
+    monkeypatch.setattr(bench_gsm8k, "one_run", run)
+    status, record = bench(tmp_path, data, left.url, "--compare", right.url)
+    assert status == 2
+    assert [run["server"] for run in record["runs"]] == ["A"]
+    assert "unfinished" not in record
+    assert "ConnectError" in record["stopped"]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--runs", "0"], "--runs is 0"), (["--json", "absent/out.json"], "absent/out.json cannot be written")],
+)
+def test_what_could_not_be_kept_is_not_measured(
+    words: list[str], said: str, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench_gsm8k.main(["--data", str(data), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_nobody_there(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -3,7 +3,10 @@
 import json
 import math
 import random
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -372,3 +375,43 @@ def test_a_server_that_runs_something_else_is_not_measured(tmp_path: Path) -> No
     with arm.log.open("a") as log:
         log.write("\nMuse megakernel: steps of one request, greedy or sampled, run whole (draft, ...")
     assert arm.ready(1.0) == 3.0
+
+
+def test_a_server_that_is_gone_is_an_error_of_that_server(tmp_path: Path) -> None:
+    """A broken pipe would end the run, other servers' comparisons included."""
+    arm = object.__new__(serve_arms.Arm)
+    arm.name, arm.log = "full", tmp_path / "full.log"
+    arm.log.write_text("out of memory")
+    arm._process = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE)
+    arm._process.wait()
+    with pytest.raises(serve_arms.ArmError, match=r"full ended before it was asked for generate:\nout of memory"):
+        arm.ask("generate", prompts=[[1]], sampling=[{}])
+
+
+def test_a_run_that_is_out_of_time_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import serve_check
+
+    stopped: list[bool] = []
+
+    def texts(_servers: Any, _options: Any, record: dict[str, Any]) -> None:
+        record["outcomes"] = ["one"]
+        time.sleep(60)
+
+    monkeypatch.setattr(serve_check, "check", lambda *_: None)
+    monkeypatch.setattr(serve_check, "check_texts", texts)
+    monkeypatch.setattr(serve_check, "Servers", lambda *_: SimpleNamespace(stop=lambda: stopped.append(True), arms=[]))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)}
+    path = tmp_path / "text.json"
+    given = ["--stock", str(tmp_path), "--parts", "text", "--seconds", "1", "--json", str(path)]
+    try:
+        with pytest.raises(SystemExit):
+            serve_check.main([*given, "--logs", str(tmp_path / "logs")])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert stopped == [True]
+    assert json.loads(path.read_text())["text"] == {
+        "failed": ["text: ended before it was done"],
+        "outcomes": ["one"],
+    }
