@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import preflight
 from stock_step import ATTENTION, call, call_stock, step_ms
 
 from sgl_muse_mega.commands.layer.measured import Case
@@ -151,6 +152,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--save", action="store_true", help="write the results and the named figures")
     arguments = parser.parse_args()
+    preflight.need_rival(arguments.stock, "run_engine.py")
+    preflight.need_room_for(arguments.json)
+    preflight.need_gpus(1)
     found = measure(arguments)
     report(found["ratios"])
     if arguments.json:
@@ -167,4 +171,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(preflight.guarded(main))

@@ -27,6 +27,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import preflight
+
 LAYERS, RANK_OF, WIDTH, CONTEXT, PROFILED_TOKENS = 14, 4, 8, 1024, 48
 STEP = re.compile(r"^rep \d+ .*-> ([\d.]+) ms per step", re.MULTILINE)
 KERNEL = re.compile(r"^PROF\s+([\d.]+) us\s+(\d+) x\s+[\d.]+ us\s+(.*)$", re.MULTILINE)
@@ -143,7 +145,7 @@ def summary(rounds: list[dict[str, Any]], attention_ms: float) -> dict[str, list
     return {"ratio": plain, "ratio_without_attention": without}
 
 
-def main() -> int:
+def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stock", type=Path, help="folder of the rival's scripts and packages")
     parser.add_argument("--rounds", type=int, default=2, help="ours, stock, ours, stock, ...")
@@ -155,18 +157,27 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--save", action="store_true", help="write the results and the figure step.w8.ratio_stock")
     parser.add_argument("--ours", action="store_true", help="only our steps, as one line of JSON")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     if arguments.ours:
         print(json.dumps(ours(arguments.repeats)))
         return 0
     if arguments.stock is None:
         parser.error("--stock is needed")
+    preflight.need_rival(arguments.stock, "run_engine.py")
+    preflight.need_room_for(arguments.json)
+    preflight.need_gpus(1)
     stock, accept_length = arguments.stock.resolve(), arguments.accept_length
     rounds: list[dict[str, Any]] = []
     for number in range(arguments.rounds):
-        mine = run_ours(arguments.repeats, arguments.timeout)
         last = number + 1 == arguments.rounds
-        rival = run_stock(stock, accept_length, arguments.tokens, last, arguments.timeout)
+        try:
+            mine = run_ours(arguments.repeats, arguments.timeout)
+            rival = run_stock(stock, accept_length, arguments.tokens, last, arguments.timeout)
+        except RuntimeError as error:
+            print(f"error: round {number + 1}: {error}", file=sys.stderr)
+            if arguments.json:  # the rounds before
+                arguments.json.write_text(json.dumps({"problem": str(error), "rounds": rounds}))
+            return 1
         rounds.append({"ours": mine, "stock": rival})
         print(f"round {number + 1}: ours {mine['ms']:.3f} ms, stock {', '.join(map(str, rival['ms']))} ms", flush=True)
     attention_ms = rounds[-1]["stock"].get("attention_ms", 0.0)
@@ -212,4 +223,4 @@ def report(record: dict[str, Any], attention_ms: float, arguments: argparse.Name
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(preflight.guarded(main))

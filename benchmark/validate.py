@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import preflight
 import torch
 from layer_check import model
 
@@ -103,6 +104,9 @@ def main() -> int:
     parser.add_argument("--only", help="names of checks, by commas; all but the brief ones when left out")
     arguments = parser.parse_args()
     names = arguments.only.split(",") if arguments.only else [name for name in CHECKS if "brief" not in name]
+    preflight.need_known("--only", names, tuple(CHECKS))
+    preflight.need_room_for(arguments.json)
+    preflight.need_gpus(1)
     environment = results.environment(torch.cuda.get_device_name()) | {"command": shlex.join(["python", *sys.argv])}
     checks = {}
     compile_all()
@@ -119,4 +123,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(preflight.guarded(main))

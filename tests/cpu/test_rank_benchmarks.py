@@ -21,6 +21,7 @@ import exchange_check  # noqa: E402
 import full_size  # noqa: E402
 import full_size_report  # noqa: E402
 import full_size_scaling  # noqa: E402
+import preflight  # noqa: E402
 import rank_workers  # noqa: E402
 import step_ranks  # noqa: E402
 import stock_step  # noqa: E402
@@ -196,6 +197,19 @@ def test_a_rival_that_fails_costs_no_result(tmp_path: Path, capsys: pytest.Captu
     assert "no memory" in capsys.readouterr().out
 
 
+def test_rounds_before_one_that_fails_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preflight, "need_gpus", lambda _count: None)
+    monkeypatch.setattr(stock_step, "run_ours", lambda *_: {"ms": 40000.0, "step_us": [4e7], "gap_us": [0.0]})
+    stock, path = rival(tmp_path, "import pathlib; pathlib.Path('run_engine.py').write_text('')"), tmp_path / "s.json"
+    assert stock_step.main(["--stock", str(stock), "--rounds", "2", "--json", str(path)]) == 1
+    content = json.loads(path.read_text())
+    assert [entry["stock"]["ms"] for entry in content["rounds"]] == [[80000.0, 80001.0, 80002.0]]
+    assert "printed no step time" in content["problem"]
+    assert "error: round 2: Stock SGLang printed no step time" in capsys.readouterr().err
+
+
 def test_the_exchange_check_keeps_the_rows_that_it_had(capsys: pytest.CaptureFixture[str]) -> None:
     def case(rows: int, us: float, equal: bool = True) -> tuple[str, Any]:
         times = {"loop_back": [100.0], "peers": [100.0 + us]}
@@ -231,6 +245,10 @@ def test_the_exchange_check_keeps_the_rows_that_it_had(capsys: pytest.CaptureFix
         ("full_size.py", ["--rows", "8,17"], "1 to 16 rows"),
         ("full_size.py", ["--stock", "."], "it has no device.sh and no make_models.py and no run_engine.py"),
         ("full_size.py", ["--json", "absent/full.json"], "absent/full.json cannot be written"),
+        ("stock_step.py", ["--stock", "absent"], "absent is not the rival's folder"),
+        ("stock_layer.py", ["--stock", "rival"], "needs 1 GPU and torch finds 0"),
+        ("validate.py", ["--json", "v.json", "--only", "soak,memchek"], "--only does not know 'memchek'"),
+        ("validate.py", ["--json", "v.json"], "needs 1 GPU and torch finds 0"),
         ("step_ranks.py", [], "needs 2 GPUs and torch finds 0"),
         ("step_ranks.py", ["--stock", "absent"], "absent is not the rival's folder"),
         ("exchange_check.py", ["--failures", "2"], "needs 2 GPUs and torch finds 0"),

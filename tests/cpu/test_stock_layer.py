@@ -64,6 +64,7 @@ def test_layers_attention_and_ratios(
     stock: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(stock_layer, "Session", FakeSession)
+    monkeypatch.setattr(stock_layer.preflight, "need_gpus", lambda _count: None)
     out = stock / "out.json"
     monkeypatch.setattr(sys, "argv", ["stock_layer.py", "--stock", str(stock), "--rounds", "1", "--json", str(out)])
     assert stock_layer.main() == 0
