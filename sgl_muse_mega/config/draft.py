@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from sgl_muse_mega.config.fields import Positive, Size, TokenId, Validated
+from sgl_muse_mega.config.fields import Positive, Size, TokenId, Validated, Window
 
 DRAFT_ARCHITECTURE = "DFlash2DraftModel"
 
@@ -40,7 +40,7 @@ class DraftConfig(Validated):
     max_position_embeddings: Size
     rms_norm_eps: Positive
     rope_theta: Positive
-    sliding_window: Size
+    sliding_window: Window
     layer_types: tuple[Literal["sliding_attention"], ...]
     is_causal: bool = False  # D-17
     block_size: Annotated[int, Field(ge=2, le=16)]

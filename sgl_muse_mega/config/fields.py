@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 Size = Annotated[int, Field(gt=0)]
+Window = Annotated[int, Field(gt=0, lt=2**31)]  # the kernels count positions in 32 bits
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0)]
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from sgl_muse_mega.config.fields import Positive, Size, TokenId, Validated
+from sgl_muse_mega.config.fields import Positive, Size, TokenId, Validated, Window
 
 TARGET_ARCHITECTURE = "MuseSparkForConditionalGeneration"
 
@@ -62,7 +62,7 @@ class TargetConfig(Validated):
     max_position_embeddings: Size
     rms_norm_eps: Positive
     post_norm_eps: Positive
-    sliding_window: Size
+    sliding_window: Window
     layer_types: tuple[LayerType, ...]
     layer_rope_theta: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
     rope_parameters: RopeParameters = RopeParameters()

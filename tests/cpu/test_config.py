@@ -164,6 +164,7 @@ def test_missing_field_is_named(tmp_path: Path, name: str) -> None:
     [
         ({"hidden_size": "8192"}, r"hidden_size is '8192', expected a valid integer"),
         ({"num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000, expected less than or equal to 10000"),
+        ({"sliding_window": 2**31}, r"sliding_window is 2147483648, expected less than 2147483648"),
         ({"head_dim": 0}, r"head_dim is 0, expected greater than 0"),
         ({"rms_norm_eps": -1e-5}, r"rms_norm_eps is -1e-05, expected greater than 0"),
         ({"attention_bias": True}, r"attention_bias is True, expected False"),
