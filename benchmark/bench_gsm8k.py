@@ -200,10 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError("--tokenizer sends token ids, which the chat API does not take; add --api native.")
         if options.runs < 1 or options.warmup < 0:
             raise UserError(f"--runs is {options.runs} and --warmup {options.warmup}; at least 1 and 0 are needed.")
-        preflight.need_room_for(options.json)
+        preflight.need_room_for(options.json, options.save)
         problems = read_problems(options.data, options.limit)
-        if options.save:
-            results.check_writable()
         asking = Asking(
             api=options.api, max_new_tokens=options.max_new_tokens, temperature=options.temperature,
             top_p=options.top_p, seed=options.seed, ignore_eos=options.ignore_eos,

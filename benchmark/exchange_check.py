@@ -316,9 +316,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=540.0, help="seconds of the ranks, which keep what they had")
     arguments = parser.parse_args(given)
     preflight.need_ranks(arguments.ranks)
-    preflight.need_room_for(arguments.json)
-    if arguments.save:
-        results.check_writable()
+    preflight.need_room_for(arguments.json, arguments.save)
     preflight.need_gpus(arguments.ranks)
     found = failures(arguments) if arguments.failures else costs(arguments)
     chosen = {name: value for name, value in vars(arguments).items() if name != "json"}

@@ -144,9 +144,7 @@ def check(given: argparse.Namespace) -> None:
     if not all(1 <= rows <= 16 for rows in given.rows):
         raise UserError(f"A step has 1 to 16 rows, {given.rows} were asked for; change --rows.")
     preflight.need_rival(given.stock, "run_engine.py")
-    preflight.need_room_for(given.json)
-    if given.save:
-        results.check_writable()
+    preflight.need_room_for(given.json, given.save)
     if not given.dry_run:
         preflight.need_gpus(given.ranks)
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from sgl_muse_mega import results
 from sgl_muse_mega.errors import UserError
 
 RIVAL = ("device.sh", "make_models.py")  # of a folder for --stock, whatever is run of it
@@ -37,8 +38,10 @@ def need_rival(folder: Path | None, *files: str) -> None:
         raise UserError(f"{folder} is not the rival's folder, it has no {' and no '.join(missing)}; change --stock.")
 
 
-def need_room_for(file: Path | None) -> None:
-    """Raises UserError when a file of results could not be written in the end."""
+def need_room_for(file: Path | None, save: bool = False) -> None:
+    """Raises UserError when the results could not be written in the end: to `file`, or among the kept ones (`save`)."""
+    if save:
+        results.check_writable()
     if file is None:
         return
     folder = file.absolute().parent

@@ -92,15 +92,11 @@ FIGURES = {"serve.w8.ratio_stock": "w8.full", "serve.t1.ratio_stock": "t1"}  # o
 
 def check(options: argparse.Namespace, parts: list[str]) -> None:
     """Raises UserError for what would only be found out when servers are up, or would measure something else."""
-    from sgl_muse_mega import results
-
     preflight.need_known("--parts", parts, ("text", "time"))
     preflight.need_known("--arms", options.arms.split(","), ("target", "full", "fp8", "t1"))
     preflight.need_known("--pairs", options.pairs.split(","), tuple(serve_times.STEPS))
     preflight.need_rival(options.stock)
-    preflight.need_room_for(options.json)
-    if options.save:
-        results.check_writable()
+    preflight.need_room_for(options.json, options.save)
     preflight.need_gpus(options.tp)
 
 

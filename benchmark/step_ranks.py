@@ -211,9 +211,7 @@ def main(given: list[str] | None = None) -> int:
     arguments = parser.parse_args(given)
     preflight.need_ranks(arguments.ranks)
     preflight.need_rival(arguments.stock, "run_engine.py")
-    preflight.need_room_for(arguments.json)
-    if arguments.save:
-        results.check_writable()
+    preflight.need_room_for(arguments.json, arguments.save)
     if not arguments.dry_run:
         preflight.need_gpus(arguments.ranks)
     start = time.monotonic()

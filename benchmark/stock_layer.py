@@ -153,7 +153,7 @@ def main() -> int:
     parser.add_argument("--save", action="store_true", help="write the results and the named figures")
     arguments = parser.parse_args()
     preflight.need_rival(arguments.stock, "run_engine.py")
-    preflight.need_room_for(arguments.json)
+    preflight.need_room_for(arguments.json, arguments.save)
     preflight.need_gpus(1)
     found = measure(arguments)
     report(found["ratios"])

@@ -164,7 +164,7 @@ def main(given: list[str] | None = None) -> int:
     if arguments.stock is None:
         parser.error("--stock is needed")
     preflight.need_rival(arguments.stock, "run_engine.py")
-    preflight.need_room_for(arguments.json)
+    preflight.need_room_for(arguments.json, arguments.save)
     preflight.need_gpus(1)
     stock, accept_length = arguments.stock.resolve(), arguments.accept_length
     rounds: list[dict[str, Any]] = []
