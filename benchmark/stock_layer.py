@@ -7,17 +7,20 @@ FOLDER is that of `stock_step.py`. Stock's layer is a difference: (step of a mod
 decode). Both models keep the GPU busy, so what a step has beside its target layers cancels. The time of stock's
 attention kernels in a layer is the median of those that a profile of the larger model shows once per layer and step.
 
-Ours runs in a process that stays: one turn before each of stock's processes and one after the last.
+Ours runs in a process that stays, one number of rows after the other: a turn before each of stock's processes with
+these rows and one after the last. The file is written after each number of rows, and a rival that fails keeps those
+before.
 """
 
 import argparse
 import gzip
+import itertools
 import json
 import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,36 +91,31 @@ def ratios(runs: list[dict[str, Any]], case: Case) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Turns of ours and of stock. `gpu`, `cases` (ours), `runs` (stock's) and `ratios`, all repeats."""
+def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What there is after each number of rows: `gpu`, `cases` (ours), `runs` (stock's), `ratios`, all repeats."""
     rows_of = sorted(arguments.rows, reverse=True)
     workload = {
         "rows": rows_of, "layers": 8, "context": CONTEXT + TOKENS // 2, "nvfp4": True, "kv": "bf16", "draws": 4,
         "seed": 1, "ranks": arguments.ranks, "emulated": False,
     }  # fmt: skip
     runs: list[dict[str, Any]] = []
+    cases: list[Case] = []
     with Session([ArmSpec(ARM)], workload) as session:
-        cases = {rows: Case(ARM, rows, 8, **session.ask("load", rows=rows)[ARM]) for rows in rows_of}
-
-        def turn() -> None:
-            for rows, case in cases.items():
+        for rows in rows_of:
+            case = Case(ARM, rows, 8, **session.ask("load", rows=rows)[ARM])
+            for number, size in itertools.product(range(arguments.rounds), SIZES):
                 case.add(session.ask("times", rows=rows, repeats=12, first_draw=0)[ARM])
-
-        for number in range(arguments.rounds):
-            for rows in rows_of:
-                for size in SIZES:
-                    turn()
-                    profile = number == 0 and size == SIZES[0]
-                    runs.append(run_stock(arguments.stock.resolve(), rows, size, profile, arguments.timeout))
-                    steps = ", ".join(f"{ms:.2f}" for ms in runs[-1]["ms"])
-                    print(f"stock, T = {rows}, {size} layers: {steps} ms per step", flush=True)
-        turn()
-        gpu = session.descriptions[ARM]["gpu"]
-    return {
-        "gpu": gpu, "context": workload["context"], "ranks": arguments.ranks, "runs": runs,
-        "cases": [case.content() for case in cases.values()],
-        "ratios": [ratios(runs, case) for case in cases.values()],
-    }  # fmt: skip
+                profile = number == 0 and size == SIZES[0]
+                runs.append(run_stock(arguments.stock.resolve(), rows, size, profile, arguments.timeout))
+                steps = ", ".join(f"{ms:.2f}" for ms in runs[-1]["ms"])
+                print(f"stock, T = {rows}, {size} layers: {steps} ms per step", flush=True)
+            case.add(session.ask("times", rows=rows, repeats=12, first_draw=0)[ARM])
+            cases.append(case)
+            yield {
+                "gpu": session.descriptions[ARM]["gpu"], "context": workload["context"], "ranks": arguments.ranks,
+                "runs": runs, "cases": [each.content() for each in cases],
+                "ratios": [ratios(runs, each) for each in cases],
+            }  # fmt: skip
 
 
 def figures(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -155,11 +153,17 @@ def main() -> int:
     preflight.need_rival(arguments.stock, "run_engine.py")
     preflight.need_room_for(arguments.json, arguments.save)
     preflight.need_gpus(1)
-    found = measure(arguments)
-    report(found["ratios"])
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1))
-    if arguments.save:
+    found: dict[str, Any] = {}
+    failed = False
+    try:
+        for found in measure(arguments):
+            report(found["ratios"][-1:])
+            if arguments.json:
+                arguments.json.write_text(json.dumps(found, indent=1))
+    except RuntimeError as error:
+        failed = True
+        print(f"error: {error}", file=sys.stderr)
+    if arguments.save and found:
         from sgl_muse_mega import results
 
         environment = results.environment(found["gpu"], ("python", "benchmark/stock_layer.py"))
@@ -167,7 +171,7 @@ def main() -> int:
     if arguments.keep_cache:
         target = shlex.quote(str(arguments.keep_cache.resolve()))
         call(["bash", "-c", f". ./device.sh && save_cache {target}"], arguments.stock.resolve(), arguments.timeout)
-    return 0
+    return int(failed)
 
 
 if __name__ == "__main__":

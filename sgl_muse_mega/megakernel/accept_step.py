@@ -14,7 +14,7 @@ from sgl_muse_mega.megakernel.draft_scratch import DecodeState, DraftActivations
 from sgl_muse_mega.megakernel.machine import Machine
 from sgl_muse_mega.megakernel.mailbox import Mail, NoMail, session_word
 from sgl_muse_mega.megakernel.protocol import COUNTER_STRIDE
-from sgl_muse_mega.megakernel.scratch import StepInputs, as_int32
+from sgl_muse_mega.megakernel.scratch import StepInputs, on_own_lines
 
 
 class AcceptStep:
@@ -58,7 +58,7 @@ class AcceptStep:
         growth = self.instance.shares * draft_protocol.ROW_SUMS
         words = torch.zeros(row_cap, COUNTER_STRIDE, dtype=torch.int64)
         words[:, 0] = first_epoch * growth % 2**32
-        self.row_counters = as_int32(words).to(machine.device)
+        self.row_counters = on_own_lines(words, machine.device)
         self.row_sums = torch.zeros(row_cap, 2, self.instance.shares, 4, dtype=torch.int64, device=machine.device)
         self.segment_sums = torch.zeros(row_cap, self.instance.segments, dtype=torch.int64, device=machine.device)
         self.cache_lines = torch.zeros(0, 3, dtype=torch.int64, device=machine.device)

@@ -8,7 +8,7 @@ from torch import Tensor
 from sgl_muse_mega.megakernel import draft_protocol, protocol
 from sgl_muse_mega.megakernel.draft_instance import DraftInstance
 from sgl_muse_mega.megakernel.protocol import HandOff
-from sgl_muse_mega.megakernel.scratch import as_int32
+from sgl_muse_mega.megakernel.scratch import on_own_lines
 from sgl_muse_mega.speculative.calibration import default_prior
 
 
@@ -113,11 +113,7 @@ class KernelControl:
         counters = torch.zeros(len(hand_offs), protocol.COUNTER_STRIDE, dtype=torch.int64)
         for index, counter in enumerate(hand_offs):
             counters[index, 0] = protocol.expected(counter, epoch - 1, sms=sms, row_cap=row_cap)
-        # No other counter may lie in the line of the epoch, which is polled; the host's memory comes in half lines.
-        behind = torch.zeros(protocol.COUNTER_STRIDE - 1, dtype=torch.int64)
-        signed = as_int32(torch.cat((counters.flatten(), torch.tensor([epoch]), behind)))
-        count = counters.numel()
-        return cls(signed[:count].to(device), signed[count:].to(device)[:1])
+        return cls(on_own_lines(counters, device), on_own_lines(torch.tensor([epoch]), device))
 
 
 @dataclass(frozen=True, slots=True)

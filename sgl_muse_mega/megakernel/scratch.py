@@ -130,11 +130,19 @@ class Control:
         counters = torch.zeros(len(protocol.COUNTERS), protocol.COUNTER_STRIDE, dtype=torch.int64)
         for index, counter in enumerate(protocol.COUNTERS):
             counters[index, 0] = protocol.expected(counter, epoch - 1, sms=instance.sms, row_cap=instance.row_cap)
-        words = torch.zeros(instance.local_experts * instance.gate_up_blocks, dtype=torch.int32, device=device)
-        start = torch.tensor([epoch], dtype=torch.int64)
-        return cls(as_int32(counters.flatten()).to(device), as_int32(start).to(device), words)
+        flags = torch.zeros(instance.local_experts * instance.gate_up_blocks, dtype=torch.int64)
+        return cls(*(on_own_lines(words, device) for words in (counters, torch.tensor([epoch]), flags)))
 
 
-def as_int32(words: Tensor) -> Tensor:
-    """Unsigned 32-bit values held in int64 -> the same bits in int32."""
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+def on_own_lines(words: Tensor, device: torch.device) -> Tensor:
+    """Unsigned 32-bit values held in int64 -> the same bits in int32, flat, in 128-byte lines that hold nothing else.
+
+    So no poll of one array's word meets arrivals at another's. A GPU's memory comes so; a CPU's, the emulator's, by
+    half lines.
+    """
+    line, count = protocol.COUNTER_STRIDE, words.numel()
+    room = torch.zeros((count + line - 1) // line * line + line, dtype=torch.int32, device=device)
+    skip = -(room.data_ptr() // room.element_size()) % line
+    own = room[skip : skip + count]
+    own.copy_(torch.where(words >= 2**31, words - 2**32, words).flatten())
+    return own

@@ -76,11 +76,24 @@ def test_layers_attention_and_ratios(
     assert one["stock_us"] == pytest.approx([120] * 3)
     assert one["attention_us"] == pytest.approx(40)  # two kernels of a decode; the draft's five are no layer's
     assert one["ratio"] == pytest.approx([2.0] * 3)
-    assert len(eight["ours_us"]) == 5 * 12  # a turn before each of stock's four processes, and one after
+    assert len(eight["ours_us"]) == 3 * 12  # a turn before each of stock's two processes with these rows, and one after
     assert set(stock_layer.figures([eight, one])) == {
         "layer.t1.ratio_stock", "layer.t8.ratio_stock", "layer.t8.ratio_stock_without_attention",
     }  # fmt: skip
     assert "300.0 (300.0..300.0)" in capsys.readouterr().out
+
+
+def test_a_rival_that_fails_later_keeps_what_there_was(
+    stock: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stock_layer, "Session", FakeSession)
+    monkeypatch.setattr(stock_layer.preflight, "need_gpus", lambda _count: None)
+    (stock / "run_engine.py").write_text(RUN_ENGINE.replace("for rep", "assert rows > 1\nfor rep", 1))
+    out = stock / "out.json"
+    monkeypatch.setattr(sys, "argv", ["stock_layer.py", "--stock", str(stock), "--rounds", "1", "--json", str(out)])
+    assert stock_layer.main() == 1
+    assert [found["rows"] for found in json.loads(out.read_text())["ratios"]] == [8]
+    assert "error: " in capsys.readouterr().err
 
 
 def test_a_rival_that_prints_nothing_is_an_error(stock: Path) -> None:
