@@ -24,7 +24,7 @@ DEVICE void load_rows(const Ring& ring, int rows, const char* source, int64_t st
 // weights: [n, stride bytes].
 template <int ROW_BYTES, int AT_ONCE, class Stages>
 DEVICE Stages load_weight_chunks(const Params& p, Stages ring, TaskList tasks, const char* weights, int64_t stride,
-                                      int n, uint64_t policy) {
+                                 int n, uint64_t policy) {
     for (DenseTask task; tasks.next(task);) {
         const int left = n - task.block * BLOCK_ROWS, rows = left < BLOCK_ROWS ? left : BLOCK_ROWS;
         const char* block = weights + task.block * BLOCK_ROWS * stride;
@@ -52,8 +52,8 @@ DEVICE void load_weights(const Params& p, Stages& ring, const void* weights, uin
 }
 
 // rows: [count, stride bytes].
-DEVICE Ring load_token_chunks(const Params& p, Ring ring, TaskList tasks, const char* rows, int count,
-                                   int64_t stride, int bytes, uint64_t policy) {
+DEVICE Ring load_token_chunks(const Params& p, Ring ring, TaskList tasks, const char* rows, int count, int64_t stride,
+                              int bytes, uint64_t policy) {
     for (DenseTask task; tasks.next(task);) {
 #pragma unroll 1
         for (int chunk = task.chunk; chunk < task.chunk_end; ++chunk) {

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sgl_muse_mega.megakernel import protocol
 from sgl_muse_mega.megakernel.instance import Instance
+from sgl_muse_mega.megakernel.tiling import round_up
 
 
 def chain_ancestors(rows: int) -> Tensor:
@@ -141,7 +142,7 @@ def on_own_lines(words: Tensor, device: torch.device) -> Tensor:
     half lines.
     """
     line, count = protocol.COUNTER_STRIDE, words.numel()
-    room = torch.zeros((count + line - 1) // line * line + line, dtype=torch.int32, device=device)
+    room = torch.zeros(round_up(count, line) + line, dtype=torch.int32, device=device)
     skip = -(room.data_ptr() // room.element_size()) % line
     own = room[skip : skip + count]
     own.copy_(torch.where(words >= 2**31, words - 2**32, words).flatten())
